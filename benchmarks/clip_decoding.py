@@ -9,7 +9,6 @@ The pixels must be equal.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.report import describe_machine, format_table, write_results
+from benchmarks.report import describe_machine, format_table, summarize, write_results
 from wfm_ds.data import media
 from wfm_ds.data.episode import CameraSpan, EpisodeVideo
 from wfm_ds.data.pixels import Framing
@@ -76,14 +75,13 @@ def measure_ways(path: Path, num_frames: int, num_clips: int) -> list[dict[str, 
                 costs[way].append((1000 * (time.perf_counter() - start), (bytes_read() - num_bytes) / 2**20))
         assert all((picture == pictures[0]).all() for picture in pictures)
     return [
-        {"way": way, "ms per clip": spread(ms for ms, _ in cost), "MiB read per clip": spread(mib for _, mib in cost)}
+        {
+            "way": way,
+            "ms per clip": summarize(ms for ms, _ in cost),
+            "MiB read per clip": summarize(mib for _, mib in cost),
+        }
         for way, cost in costs.items()
     ]
-
-
-def spread(values: Any) -> dict[str, float]:
-    values = list(values)
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def run(args: argparse.Namespace) -> None:

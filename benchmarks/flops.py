@@ -31,14 +31,13 @@ from wfm_ds.engine.policies import add_adapters, set_trainable
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.memory.forward_counts import (
     ForwardCount,
-    IsGuided,
     count_evaluation,
     count_flops,
     count_rl_step,
     count_sft_step,
     denoiser_sigmas,
     flops_by_purpose,
-    guidance_predicate,
+    guidance_counter,
     sum_forwards,
 )
 from wfm_ds.models.base import DiffusionModel
@@ -102,7 +101,10 @@ class CountedModel:
         path = Path(recipe.model.path)
         for known in RELEASED.values():
             if path.name == known.folder and not path.exists():
-                return cls.from_released(known, recipe.model.max_sequence_length)
+                found = cls.from_released(known, recipe.model.max_sequence_length)
+                found.model.input_names = frozenset(recipe.data.inputs)
+                found.model.source_size = recipe.data.source_size
+                return found
         model = load_model(recipe, torch.device("cpu"))
         return cls(recipe.model.path, model, lambda _: model.encode_text([""]))
 
@@ -122,9 +124,8 @@ def step_forwards(recipe: Recipe, derived: RunSizes, model: DiffusionModel) -> l
     algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling))
     cheap = recipe.sampling.candidate_sampling
     explored_at = None if cheap is None else model.rollout_sigmas(cheap)[:-1].tolist()
-    guided = guidance_predicate(recipe, model.select_expert)
     return [
-        count_rl_step(recipe, derived, algorithm, step, guided=guided, exploration_sigmas=explored_at)
+        count_rl_step(recipe, derived, algorithm, step, model=model, exploration_sigmas=explored_at)
         for step in range(1, recipe.run.steps + 1)
     ]
 
@@ -192,8 +193,8 @@ class RecipeCost:
     derived: RunSizes
     steps: Sequence[Mapping[str, ForwardCount]]  # of one rank
     flops: Flops
-    guided: IsGuided
-    guided_steps: int  # guided denoise steps of an evaluation
+    model: DiffusionModel
+    others: Sequence[int]  # guidance passes of each denoising step of an evaluation
     compared: Sequence[float]  # noise levels of the rollouts for the rollout correlation
 
     @classmethod
@@ -202,13 +203,10 @@ class RecipeCost:
         derived = derive_run_sizes(recipe, world_size)
         grid = subject.model.evaluation_sigmas(recipe.sampling)
         steps = step_forwards(recipe, derived, subject.model)
-        guided, compared = (
-            guidance_predicate(recipe, subject.model.select_expert),
-            correlation_sigmas(recipe, subject.model),
-        )
-        guided_steps = sum(map(guided, grid[:-1].tolist()))
+        compared = correlation_sigmas(recipe, subject.model)
+        others = list(map(guidance_counter(recipe, subject.model), grid[:-1].tolist()))
         flops = count_sample_flops(recipe, subject)
-        return cls(recipe, subject.title, derived, steps, flops, guided, guided_steps, compared)
+        return cls(recipe, subject.title, derived, steps, flops, subject.model, others, compared)
 
     def report(self) -> str:
         """Return the cost of one sample, of an evaluation, and of a step by purpose."""
@@ -221,9 +219,9 @@ class RecipeCost:
             replicas,
             num_prompts=validation.num_prompts,
             num_images=num_images,
-            guided_steps=self.guided_steps,
+            others=self.others,
             rollout_sigmas=self.compared,
-            guided=self.guided,
+            model=self.model,
         )
         work = sum(w.total for w in flops_by_purpose(evaluated, flops).values()) * replicas
         recomputed = f" and {format_flops(flops.recompute)}FLOP recomputed" if flops.recompute else ""

@@ -51,9 +51,11 @@ def estimate_released(recipe: Recipe, world_size: int) -> MemoryEstimate:
     if known is None:
         raise RecipeError(f"model.path {recipe.model.path}: {name} is not in benchmarks/released.py")
     model = known.load()
-    model.input_names = frozenset(recipe.data.inputs)
+    model.input_names, model.source_size = frozenset(recipe.data.inputs), recipe.data.source_size
     model.max_sequence_length = recipe.model.max_sequence_length or model.max_sequence_length
-    return estimate_memory(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
+    encoder_bytes = known.text_parameters * BFLOAT16
+    keeps_encoders = bool(model.text_inputs & model.input_names)  # texts depend on the images of the samples
+    return estimate_memory(recipe, model, world_size, encoder_bytes=encoder_bytes, keeps_encoders=keeps_encoders)
 
 
 def num_gpus(recipe_path: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
@@ -30,6 +32,14 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
@@ -44,15 +54,19 @@ from diffusers import (
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.cosmos25_action_network import CosmosActionPipeline, CosmosActionTransformer3DModel
 
 META = torch.device("meta")
 
@@ -95,6 +109,7 @@ class Released:
             dtype=torch.bfloat16,
             device=device,
             max_sequence_length=None,
+            inputs=[name for name, spec in family.input_specs.items() if spec.required],
         )
 
     def conditioning_shapes(self, *, frozen: bool, max_sequence_length: int | None = None) -> dict[str, Tensor]:
@@ -110,6 +125,9 @@ class Released:
         }
 
 
+ltx2_vae = partial(
+    AutoencoderKLLTX2Video, spatial_compression_ratio=32, temporal_compression_ratio=8, decoder_causal=False
+)
 wan_unipc = partial(UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 wan = partial(
     WanTransformer3DModel,
@@ -169,6 +187,16 @@ kl_vae = partial(
     up_block_types=("UpDecoderBlock2D",) * 4,
 )
 flux_vae = partial(kl_vae, scaling_factor=0.3611, shift_factor=0.1159)
+qwen_scheduler = partial(
+    FlowMatchEulerDiscreteScheduler,
+    use_dynamic_shifting=True,
+    base_shift=0.5,
+    max_shift=0.9,
+    base_image_seq_len=256,
+    max_image_seq_len=8192,
+    shift=1.0,
+    shift_terminal=0.02,
+)
 wan22_vae = partial(
     AutoencoderKLWan,
     base_dim=160,
@@ -208,6 +236,9 @@ def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
 # Parameters of text encoders.
 GEMMA_2B, UMT5_XXL, QWEN_7B = 2_610_000_000, 5_680_000_000, 8_290_000_000
 QWEN3_4B, MISTRAL_24B = 4_020_000_000, 24_000_000_000
+CLIP_L_AND_T5_XXL = 4_890_000_000
+GEMMA3_12B_AND_CONNECTORS = 13_600_000_000
+QWEN_7B_TEXT_AND_BYT5 = 7_290_000_000
 
 RELEASED = {
     "sd35m": Released(
@@ -307,23 +338,49 @@ RELEASED = {
         size=(1024, 1024, 1),
         text_parameters=MISTRAL_24B,
     ),
+    "flux_kontext": Released(
+        title="FLUX.1-Kontext 12B",
+        folder="FLUX.1-Kontext-dev",
+        pipeline=FluxKontextPipeline,
+        transformer=partial(FluxTransformer2DModel, guidance_embeds=True),
+        vae=flux_vae,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        conditioning={"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (768,)},
+        size=(1024, 1024, 1),
+        text_parameters=CLIP_L_AND_T5_XXL,
+    ),
     "qwen_image": Released(
         title="Qwen-Image 20B",
         folder="Qwen-Image",
         pipeline=QwenImagePipeline,
         transformer=QwenImageTransformer2DModel,
         vae=AutoencoderKLQwenImage,
-        scheduler=partial(
-            FlowMatchEulerDiscreteScheduler,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            shift=1.0,
-            shift_terminal=0.02,
-        ),
+        scheduler=qwen_scheduler,
         conditioning={"prompt_embeds": (512, 3584), "prompt_embeds_mask": (512,)},
+        size=(1024, 1024, 1),
+        text_parameters=QWEN_7B,
+    ),
+    "qwen_image_edit": Released(
+        title="Qwen-Image-Edit 20B",
+        folder="Qwen-Image-Edit",
+        pipeline=QwenImageEditPipeline,
+        transformer=QwenImageTransformer2DModel,
+        vae=AutoencoderKLQwenImage,
+        scheduler=qwen_scheduler,
+        conditioning={"prompt_embeds": (1369 + 512, 3584), "prompt_embeds_mask": (1369 + 512,)},
+        fixed_tokens=1369,  # of the source image
+        size=(1024, 1024, 1),
+        text_parameters=QWEN_7B,
+    ),
+    "qwen_image_edit_plus": Released(
+        title="Qwen-Image-Edit-2511 20B",
+        folder="Qwen-Image-Edit-2511",
+        pipeline=QwenImageEditPlusPipeline,
+        transformer=partial(QwenImageTransformer2DModel, zero_cond_t=True),
+        vae=AutoencoderKLQwenImage,
+        scheduler=qwen_scheduler,
+        conditioning={"prompt_embeds": (196 + 512, 3584), "prompt_embeds_mask": (196 + 512,)},
+        fixed_tokens=196,  # of the source image
         size=(1024, 1024, 1),
         text_parameters=QWEN_7B,
     ),
@@ -356,13 +413,23 @@ RELEASED = {
         folder="SANA-WM_bidirectional-diffusers",
         pipeline=SanaWMPipeline,
         transformer=SanaWMTransformer3DModel,
-        vae=partial(
-            AutoencoderKLLTX2Video, spatial_compression_ratio=32, temporal_compression_ratio=8, decoder_causal=False
-        ),
+        vae=ltx2_vae,
         scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=9.8),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(704, 1280, 161),
         text_parameters=GEMMA_2B,
+    ),
+    "ltx2": Released(
+        title="LTX-2 19B",
+        folder="LTX-2",
+        pipeline=LTX2Pipeline,
+        transformer=LTX2VideoTransformer3DModel,
+        vae=ltx2_vae,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05),
+        conditioning={"video_embeds": (1024, 3840), "audio_embeds": (1024, 3840), "embeds_mask": (1024,)},
+        size=(512, 768, 121),
+        other_parts={"audio_vae": AutoencoderKLLTX2Audio, "vocoder": LTX2Vocoder, "connectors": LTX2TextConnectors},
+        text_parameters=GEMMA3_12B_AND_CONNECTORS,
     ),
     "wan1.3b": Released(
         title="Wan 2.1 1.3B",
@@ -422,6 +489,23 @@ RELEASED = {
         other_parts={"transformer_2": lambda: wan_i2v().bfloat16(), "boundary_ratio": lambda: 0.9},
         text_parameters=UMT5_XXL,
     ),
+    "wan_vace": Released(
+        title="Wan 2.1 VACE 1.3B",
+        folder="Wan2.1-VACE-1.3B-diffusers",
+        pipeline=WanVACEPipeline,
+        transformer=partial(
+            WanVACETransformer3DModel,
+            num_layers=30,
+            num_attention_heads=12,
+            ffn_dim=8960,
+            vace_layers=list(range(0, 30, 2)),
+        ),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+        text_parameters=UMT5_XXL,
+    ),
     "ti2v5b": Released(
         title="Wan 2.2 TI2V 5B",
         folder="Wan2.2-TI2V-5B-Diffusers",
@@ -434,6 +518,22 @@ RELEASED = {
         other_parts={"expand_timesteps": lambda: True},
         text_parameters=UMT5_XXL,
     ),
+    "hunyuan_video15": Released(
+        title="HunyuanVideo-1.5 8.3B",
+        folder="HunyuanVideo-1.5-Diffusers-480p_t2v",
+        pipeline=HunyuanVideo15Pipeline,
+        transformer=HunyuanVideo15Transformer3DModel,
+        vae=AutoencoderKLHunyuanVideo15,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=5.0),
+        conditioning={
+            "prompt_embeds": (1000, 3584),
+            "prompt_embeds_mask": (1000,),
+            "glyph_embeds": (256, 1472),
+            "glyph_embeds_mask": (256,),
+        },
+        size=(480, 848, 121),
+        text_parameters=QWEN_7B_TEXT_AND_BYT5,
+    ),
     "cosmos2b": Released(
         title="Cosmos-Predict2.5 2B",
         folder="Cosmos-Predict2.5-2B",
@@ -444,6 +544,19 @@ RELEASED = {
         conditioning={"prompt_embeds": (512, 100352)},
         frozen_conditioning={"prompt_embeds": (512, 1024)},
         size=(704, 1280, 93),
+        other_parts={"safety_checker": nn.Identity},
+        text_parameters=QWEN_7B,
+    ),
+    "cosmos2b_actions": Released(
+        title="Cosmos-Predict2.5 2B with actions",
+        folder="Cosmos-Predict2.5-2B-action-cond",
+        pipeline=CosmosActionPipeline,
+        transformer=CosmosActionTransformer3DModel,
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 100352)},
+        frozen_conditioning={"prompt_embeds": (512, 1024)},
+        size=(256, 320, 13),
         other_parts={"safety_checker": nn.Identity},
         text_parameters=QWEN_7B,
     ),
@@ -494,3 +607,9 @@ RELEASED = {
         text_parameters=QWEN_7B,
     ),
 }
+RELEASED["qwen_image_edit_2509"] = replace(
+    RELEASED["qwen_image_edit_plus"],
+    title="Qwen-Image-Edit-2509 20B",
+    folder="Qwen-Image-Edit-2509",
+    transformer=QwenImageTransformer2DModel,
+)

@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,12 @@ def _result_section(file: Path) -> str:
     result = json.loads(file.read_text())
     about = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     return f"\n## {file.stem}\n\n{about}\n\n{format_table(result['rows'])}\n"
+
+
+def summarize(values: Iterable[float]) -> dict[str, float]:
+    """Return the cell of a table for repeated measurements."""
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:

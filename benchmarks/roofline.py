@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +41,10 @@ class Costs:
     products: list[tuple[int, int]] = field(default_factory=list)
     attention: list[tuple[int, int]] = field(default_factory=list)
     others: list[tuple[int, int]] = field(default_factory=list)
+
+    def eager_s(self, flops_s: float, bytes_s: float) -> float:
+        """Return the least seconds of all operators, one after another."""
+        return self.seconds([*self.products, *self.attention, *self.others], flops_s, bytes_s)
 
     def seconds(self, operators: Sequence[tuple[int, int]], flops_s: float, bytes_s: float) -> float:
         return sum(max(flops / flops_s, size / bytes_s) for flops, size in operators)
@@ -68,6 +72,27 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+class _CountedAttention(torch.autograd.Function):
+    """Attention that records its cost in both directions instead of computing. The backward pass recomputes the scores:
+    five matrix products, where the forward pass has two."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, costs: Costs) -> Tensor:
+        made = query.new_empty(*query.shape[:-1], value.shape[-1])
+        rows, columns = math.prod(query.shape[:-1]), key.shape[-2]
+        flops = 2 * rows * columns * (query.shape[-1] + value.shape[-1])
+        size = sum(map(storage_bytes, (query, key, value, made)))
+        costs.attention.append((flops, size))
+        ctx.save_for_backward(query, key, value)
+        ctx.costs, ctx.flops, ctx.size = costs, flops, size
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.costs.attention.append((5 * ctx.flops // 2, 2 * ctx.size))
+        return *(torch.empty_like(x) if x.requires_grad else None for x in ctx.saved_tensors), None
+
+
 class Attention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention, which the meta device would decompose."""
 
@@ -79,17 +104,19 @@ class Attention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        query, key, value = named["query"], named["key"], named["value"]
-        made = query.new_empty(*query.shape[:-1], value.shape[-1])
-        rows, columns = math.prod(query.shape[:-1]), key.shape[-2]
-        flops = 2 * rows * columns * (query.shape[-1] + value.shape[-1])
-        self.costs.attention.append((flops, sum(map(storage_bytes, (query, key, value, made)))))
-        return made
+        return _CountedAttention.apply(named["query"], named["key"], named["value"], self.costs)  # type: ignore[no-untyped-call]
 
 
-def count_costs(known: Released, batch: int) -> tuple[Costs, int, int]:
-    """Return the costs of one forward pass, the tokens of a sample, and the bytes of the weights."""
+def count_costs(
+    known: Released, batch: int, prepare: Callable[[nn.Module], object] | None = None
+) -> tuple[Costs, int, int]:
+    """Return the costs of one forward pass, the tokens of a sample, and the bytes of the weights.
+
+    prepare: changes the denoiser before the forward pass.
+    """
     model, costs = known.load(), Costs()
+    if prepare is not None:
+        prepare(model.unwrapped_denoiser)
     shape = model.latent_shape(*known.size)
     texts = {
         name: tensor.expand(batch, *tensor.shape[1:])

@@ -143,7 +143,7 @@ def load_work(model: str, algorithm: str, stage: int, lora_rank: int | None) -> 
         updates=updates,
         forwards=round(sum(n for purpose, n in by_purpose.items() if purpose != "policy")),
         num_blocks=len(blocks),
-        checkpointing=recipe.model.gradient_checkpointing,
+        checkpointing=bool(recipe.model.gradient_checkpointing),
         stage=stage,
     )
 

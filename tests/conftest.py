@@ -7,6 +7,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Results of MKL otherwise depend on memory addresses on some CPUs, but tests compare runs bit for bit.
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 if not os.path.exists("/dev/nvidiactl"):
     # Triton reads this variable at import, and any library may import it first.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -10,7 +10,7 @@ from wfm_ds.memory.forward_counts import (
     count_rl_step,
     count_sft_step,
     denoiser_sigmas,
-    guidance_predicate,
+    guidance_counter,
     sum_forwards,
 )
 from wfm_ds.models import registry
@@ -37,8 +37,7 @@ def predicted(folder, world_size, *, num_images=0):
     recipe = recipe_file.load_recipe(folder / "recipe.yaml")
     derived, size = derive_run_sizes(recipe, world_size), recipe.sampling
     model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu", guardrail=recipe.model.guardrail)
-    guided = guidance_predicate(recipe, model.select_expert)
-    guided_steps = sum(guided(float(sigma)) for sigma in model.evaluation_sigmas(size)[:-1])
+    others = list(map(guidance_counter(recipe, model), model.evaluation_sigmas(size)[:-1].tolist()))
     if recipe.is_rl:
         algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(size))
         cheap = size.candidate_sampling
@@ -47,7 +46,7 @@ def predicted(folder, world_size, *, num_images=0):
     every, steps = recipe.validation.every, []
     for step in range(1, recipe.run.steps + 1):
         trained = (
-            count_rl_step(recipe, derived, algorithm, step, guided=guided, exploration_sigmas=explored_at)
+            count_rl_step(recipe, derived, algorithm, step, model=model, exploration_sigmas=explored_at)
             if recipe.is_rl
             else count_sft_step(recipe, derived)
         )
@@ -57,9 +56,9 @@ def predicted(folder, world_size, *, num_images=0):
             replicas,
             num_prompts=MANY,
             num_images=num_images,
-            guided_steps=guided_steps,
+            others=others,
             rollout_sigmas=compared,
-            guided=guided,
+            model=model,
         )
         forwards = sum_forwards(trained, validated if every and step % every == 0 else {})
         steps.append({purpose: (f.calls, f.samples) for purpose, f in forwards.items()})

@@ -51,7 +51,7 @@ def test_workflows_read_only_and_have_time_limits(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["concurrency"]["group"]
-    assert all(job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
+    assert all(job["timeout-minutes"] <= 300 for job in workflow["jobs"].values())
 
 
 def test_workflows_and_hooks_name_existing_files():

@@ -35,6 +35,14 @@ def offload_tensor(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to pinned CPU memory, and wait until the copy is complete."""
+    copy = offload_tensor(tensor)
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
+
+
 def free_memory(device: torch.device, fraction: float, default: int = 0) -> int:
     """Return `fraction` of the GPU's free memory in bytes. For other devices, return `default`."""
     return int(fraction * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else default

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 
 FIRST_FRAME = "first_frame"
+SOURCE = "source"
+SOURCES = (SOURCE, "source_2", "source_3")  # inputs of editing models: images that the prompt refers to
+MASK = "mask"  # image for rewards; an edit may change the white pixels
+IMAGE_INPUTS = frozenset({*SOURCES, MASK})
+CONTROL = "control"  # input video that guides the generated video, such as edges, depth or a video to fill in
+CONTROL_MASK = "control_mask"  # input video; bright pixels are generated, dark pixels keep `control`
+VIDEO_INPUTS = frozenset({CONTROL, CONTROL_MASK})
+MEDIA_INPUTS = IMAGE_INPUTS | VIDEO_INPUTS  # inputs with pixels, which are large
 DEFAULT_ADAPTER = "default"  # the adapter that a LoRA run trains and exports
 
 
@@ -29,12 +37,21 @@ class Prompt:
     negative_text: str | None = None
     viewpoint: str | None = None  # position of the camera in the model's caption (data.viewpoint)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
-    inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
+    inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
     """Conditioning inputs in addition to the text, for F frames and D numbers per action.
 
-    For example: actions [F-1,D], c2w [F,4,4] and intrinsics [F,4]. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to
-    255, for networks that are conditioned on pixels.
+    For example: actions [F-1,D], c2w [F,4,4] and intrinsics [F,4], all float32. FIRST_FRAME: pixels [H,W,3] of the
+    first frame, float32 from 0 to 255, for networks that are conditioned on pixels. IMAGE_INPUTS: uint8 pixels [h,w,3].
+    VIDEO_INPUTS: uint8 pixels [F,H,W,3].
     """
+
+
+@dataclass(frozen=True, slots=True)
+class SoundClip:
+    """The frames of a video clip and their sound."""
+
+    frames: npt.NDArray[np.uint8]  # [F,H,W,3]
+    sound: npt.NDArray[np.float32]  # [2, samples], stereo, in [-1, 1]; as long as the frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,7 @@ class Transition:
     next_latents: Tensor  # after the step, as sampled
     log_prob: Tensor  # scalar: log-probability of next_latents under the rollout policy, mean over elements
     mean: Tensor | None = None  # mean of the Gaussian from which next_latents is drawn; None if it is not needed
+    passes: Mapping[str, Tensor] = field(default_factory=dict)  # {guidance pass: its prediction at `latents`}, if kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +126,10 @@ class MediaItem:
     reward: str = ""  # name of the reward in the returned scores; set by the worker
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
     reference: npt.NDArray[np.uint8] | None = None  # [R,H,W,3] recording of the last R frames
+    images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Input images [H,W,3] in the size of the sample, such as `source` and `mask` (IMAGE_INPUTS)."""
+    sound: npt.NDArray[np.float32] | None = None  # [channels, samples] of a video with sound, in [-1, 1]
+    sound_rate: int | None = None  # samples per second of `sound`
 
     def score(self, value: float, **parts: float) -> Score:
         """Return a Score with this value, or a failed Score if the value is not finite."""
@@ -131,6 +153,9 @@ class MediaBatch:
     reward: str = ""
     inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]] = ()  # one per item, or empty
     references: Sequence[npt.NDArray[np.uint8] | None] = ()  # one per item, or empty: recording of its last frames
+    images: Sequence[Mapping[str, npt.NDArray[np.uint8]]] = ()  # one per item, or empty: input images [H,W,3] by name
+    sounds: Sequence[npt.NDArray[np.float32] | None] = ()  # one per item, or empty: sound [channels, samples]
+    sound_rate: int | None = None  # samples per second of `sounds`
 
     def __post_init__(self) -> None:
         count = len(self.sample_ids)
@@ -141,10 +166,10 @@ class MediaBatch:
                 f"{len(self.media)} media, {count} sample ids, {len(self.prompts)} prompts and "
                 f"{len(self.metadata)} metadata do not match"
             )
-        if len(self.inputs) not in (0, count) or len(self.references) not in (0, count):
-            raise ValueError(
-                f"{len(self.inputs)} inputs and {len(self.references)} references do not match {count} samples"
-            )
+        sizes = {name: len(getattr(self, name)) for name in ("inputs", "references", "images", "sounds")}
+        if not {0, count}.issuperset(sizes.values()):
+            found = ", ".join(f"{size} {name}" for name, size in sizes.items())
+            raise ValueError(f"{found} do not match {count} samples")
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -161,4 +186,7 @@ class MediaBatch:
                 reward=self.reward,
                 inputs=self.inputs[i] if self.inputs else {},
                 reference=self.references[i] if len(self.references) else None,
+                images=self.images[i] if len(self.images) else {},
+                sound=self.sounds[i] if len(self.sounds) else None,
+                sound_rate=self.sound_rate,
             )

@@ -15,8 +15,9 @@ from typing import Any
 from benchmarks.gpu import runs
 from benchmarks.gpu.plain_steps import STEPS, PlainSteps
 from benchmarks.gpu.reference import PlainSd3
-from benchmarks.gpu.steps import add_recipes, summarize, variant_rows
+from benchmarks.gpu.steps import add_recipes, samples_per_step, variant_rows
 from benchmarks.gpu.variants import RecipeVariant
+from benchmarks.report import summarize
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
 
@@ -33,7 +34,8 @@ def compare_loops(recipe_path: Path, variant: RecipeVariant, overrides: Sequence
         runs.set_environment(variant.environment),
         runs.open_run(recipe_path, [*overrides, *variant.overrides]) as ours,
     ):
-        plain = make_reference_loop(ours.loop.job.recipe)
+        recipe = ours.loop.job.recipe
+        plain = make_reference_loop(recipe)
         seconds: dict[str, list[float]] = {"ours": [], "reference": []}
         for turn in range(1 + rounds):
             for side, step in (("ours", ours.run_step), ("reference", plain.step)):
@@ -42,7 +44,8 @@ def compare_loops(recipe_path: Path, variant: RecipeVariant, overrides: Sequence
                     seconds[side].append(step_s)
     found = {side: summarize(values) for side, values in seconds.items()}
     ratio = found["reference"]["median"] / found["ours"]["median"]
-    return {"ours s": found["ours"], "reference s": found["reference"], "times as fast": ratio}
+    row: dict[str, Any] = {"samples": samples_per_step(recipe)}
+    return row | {"ours s": found["ours"], "reference s": found["reference"], "times as fast": ratio}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

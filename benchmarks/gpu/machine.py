@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks import report, timing
 from benchmarks.gpu import runs
@@ -34,8 +35,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     about["deepspeed accelerator"] = get_accelerator()._name
     if device.type == "cuda":
         about["copy GB/s"] = timing.copy_gbps()
+    about["cuDNN"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    about["torch's attention"] = chosen_attention(device)
     about["bfloat16 TFLOP/s"] = matmul_tflops(args.size, device)
     return [{"what": name, "found": value} for name, value in about.items()]
+
+
+def chosen_attention(device: torch.device) -> str:
+    """Return the kernel of `model.attention: native` for SD3.5: CUDNN_ATTENTION on Hopper if cuDNN is new enough."""
+    query = torch.randn(1, 24, 1357, 64, device=device, dtype=torch.bfloat16)
+    return str(SDPBackend(torch._fused_sdp_choice(query, query, query)).name)
 
 
 def nvidia_smi() -> str:

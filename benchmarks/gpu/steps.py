@@ -1,9 +1,9 @@
 """Measure steps of real runs: `python -m benchmarks.gpu steps RECIPE ... --variants NAME,NAME --json FILE`.
 
 Each recipe runs in this process like in `wfm_ds.train`, for each variant, with mock rewards and without evaluations and
-exports: a warm-up step, `--steps` measured steps, one step to count waits for the device, and one step to count kernel
-launches. If a variant fails, or is not supported by the recipe, the device or the installed packages, its row contains
-the reason, and the next variant starts.
+exports: a warm-up step, `--steps` measured steps, and, without `--no-counts`, one step to count waits for the device,
+and one step to count kernel launches. If a variant fails, or is not supported by the recipe, the device or the
+installed packages, its row contains the reason, and the next variant starts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 
 from benchmarks.gpu import host_counts, runs
 from benchmarks.gpu.variants import RecipeVariant, select_variants
+from benchmarks.report import summarize
 from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring.meters import GIB, MEMORY_TAG
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.training.loop import TERA
 
 TIME = "time/"
@@ -39,7 +41,7 @@ def try_measurement(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_steps(
-    recipe: Path, variant: RecipeVariant, overrides: Sequence[str], steps: int, peak: float | None
+    recipe: Path, variant: RecipeVariant, overrides: Sequence[str], steps: int, peak: float | None, *, counts: bool
 ) -> dict[str, Any]:
     with runs.set_environment(variant.environment), runs.open_run(recipe, [*overrides, *variant.overrides]) as run:
         row: dict[str, Any] = {"first step s": runs.time_call(run.run_step)}
@@ -48,6 +50,8 @@ def measure_steps(
         for _ in range(steps):
             run.run_step()
         row |= step_columns(run, run.metric_lines()[before:], peak)
+        if not counts:
+            return row
         with host_counts.count_host_syncs() as places:
             run.run_step()
         row |= {"host syncs": places.total(), "host syncs at": host_counts.format_busiest(places)} if places else {}
@@ -60,7 +64,7 @@ def step_columns(run: runs.OpenRun, lines: Sequence[dict[str, Any]], peak: float
     job = run.loop.job
     seconds = {name: [line[name] for line in lines] for name in lines[0] if name.startswith(TIME)}
     step_s = seconds.pop(TIME + "step")
-    found: dict[str, Any] = {"step s": summarize(step_s)}
+    found: dict[str, Any] = {"samples": samples_per_step(job.recipe), "step s": summarize(step_s)}
     found |= {f"{name.removeprefix(TIME)} s": statistics.median(values) for name, values in seconds.items()}
     found["samples/s"] = statistics.median(line["perf/samples_per_second"] for line in lines)
     peak = peak or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
@@ -83,11 +87,15 @@ def step_columns(run: runs.OpenRun, lines: Sequence[dict[str, Any]], peak: float
     if of_phases:
         found["allocated GiB"] = max(of_phases)
         found["allocated / estimated"] = found["allocated GiB"] / found["estimated GiB"]
+        found["reserved / estimated"] = found["peak_memory_gib"] / found["estimated GiB"]
     return found
 
 
-def summarize(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def samples_per_step(recipe: Recipe) -> int:
+    """Return the samples of a step on one GPU: generated samples for RL, else training samples."""
+    if recipe.is_rl:
+        return recipe.rl.rollout.prompts_per_step * recipe.rl.rollout.group_size
+    return recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
 
 
 def add_recipes(parser: argparse.ArgumentParser) -> None:
@@ -111,9 +119,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipes(parser)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, help="peak of the device, if its name is unknown")
+    parser.add_argument(
+        "--no-counts", action="store_true", help="do not count waits and launches, which takes two steps"
+    )
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    return variant_rows(
-        args, lambda recipe, variant: measure_steps(recipe, variant, args.set, args.steps, args.peak_tflops)
-    )
+    def measure(recipe: Path, variant: RecipeVariant) -> dict[str, Any]:
+        counts = not args.no_counts
+        return measure_steps(recipe, variant, args.set, args.steps, args.peak_tflops, counts=counts)
+
+    return variant_rows(args, measure)

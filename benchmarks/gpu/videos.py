@@ -24,13 +24,14 @@ from benchmarks.gpu.pipelines import TINY
 from benchmarks.gpu.steps import try_measurement
 from benchmarks.released import RELEASED
 from wfm_ds.engine import attention_kernels
+from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.memory.forward_counts import count_flops
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.tiny import write_tiny_model
-from wfm_ds.recipe.shared_defaults import AttentionName
+from wfm_ds.recipe.shared_defaults import AttentionName, Checkpointing
 
 KERNELS: tuple[AttentionName, ...] = ("native", "cudnn", "flash", "flash3", "sage")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -105,10 +106,10 @@ def measure_forward(subject: MeasuredModel, kernel: AttentionName, flops: int, f
     return found | {"difference": float((velocity - first[0]).norm() / first[0].norm())}
 
 
-def measure_backward(subject: MeasuredModel) -> dict[str, Any]:
-    """Measure forward and backward passes of all weights, with gradient checkpointing."""
+def measure_backward(subject: MeasuredModel, setting: Checkpointing) -> dict[str, Any]:
+    """Measure forward and backward passes of all weights. setting: value of model.gradient_checkpointing."""
     denoiser: Any = subject.model.denoiser
-    denoiser.enable_gradient_checkpointing()
+    enable_checkpointing(denoiser, setting)
     denoiser.requires_grad_(True).train()
 
     def forward_and_backward() -> None:
@@ -154,7 +155,11 @@ def measure_model(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any
     subject = (
         MeasuredModel.from_tiny(name, device) if args.tiny else MeasuredModel.from_released(name, device, args.layers)
     )
-    todo = forward_measurements(subject) | {"forward and backward, checkpointing": partial(measure_backward, subject)}
+    todo = forward_measurements(subject)
+    todo |= {
+        "forward and backward, checkpointing": partial(measure_backward, subject, True),
+        "forward and backward, attention kept": partial(measure_backward, subject, "attention"),
+    }
     todo |= {f"decode, {dtype}": partial(measure_decoding, subject, kind) for dtype, kind in DTYPES.items()}
     native_s: float | None = None
     for what, do in todo.items():

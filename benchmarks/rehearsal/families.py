@@ -177,6 +177,8 @@ def exercise_run(loop: Loop, record: Record, events: list[Event], folder: Path) 
     record.clear()
     loop.exporter.export_at_end(loop.step)
     yield "export"
+    gather_publication(loop)
+    yield "publication"
     restore_own_checkpoint(loop, folder)
     yield "checkpoint"
 
@@ -206,6 +208,15 @@ def denoise_with_solvers(loop: Loop) -> Iterator[str]:
         again = job.model.encode_pixels(job.model.decode_latents(clean))
     assert again.shape == clean.shape
     yield "encoding of media"
+
+
+def gather_publication(loop: Loop) -> None:
+    """Gather all weights on this rank as for the publication of a fully trained model to rollout workers."""
+    engine, model, rank = loop.job.engine, loop.job.model, loop.job.world.rank
+    owners = {name: rank for name, _ in engine.iter_full_tensors("train")}
+    for name, tensor in engine.iter_full_tensors("train", dtype=model.dtype, owners=owners):
+        assert tensor is not None, name
+        assert tensor.device.type == "cpu", name
 
 
 def restore_own_checkpoint(loop: Loop, folder: Path) -> None:

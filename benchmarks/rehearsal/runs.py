@@ -27,6 +27,7 @@ class FakeRewards:
 
     names: Sequence[str] = ()
     reference_rewards: Sequence[str] = ()
+    sound_rewards: Sequence[str] = ()
 
     def submit(self, batch: Any, failures: Any = ()) -> None:
         assert len(batch.media) == len(batch.sample_ids)

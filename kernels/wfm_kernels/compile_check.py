@@ -12,14 +12,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
-SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "guidance": "fp32", "beta": "fp32"}
+SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "guidance": "fp32", "beta": "fp32", "eps": "fp32"}
+SCALAR_TYPES |= dict.fromkeys(("rows", "tokens", "tiles", "d1", "d2"), "i32")
+STRIDES = {f"{tensor}s{axis}" for tensor in "xogdch" for axis in range(3)}  # between rows of a tensor
+SCALAR_TYPES |= dict.fromkeys(STRIDES, "i32")
 NUM_NOISE_FMA = 108  # fused multiply-adds in the logarithm, sine and cosine of the noise, with Triton 3.6 to 3.9
 
 
@@ -37,7 +40,7 @@ class KernelVariant:
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
         """Return how many 16-byte accesses a thread needs for one tile of each tensor. dtypes: the tensors' dtypes."""
-        per_thread = self.constants["BLOCK"] // (32 * self.warps)
+        per_thread = self.constants["BLOCK"] * self.constants.get("ROWS", 1) // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 
 
@@ -61,14 +64,21 @@ def kernel_variants() -> list[KernelVariant]:
         *_nft_variants(),
         *_noise_variants(),
         *_row_variants(),
+        *_norm_variants(),
         *_finish_variants(),
     ]
+
+
+def find_kernel(name: str) -> Any:
+    from wfm_kernels import norm_kernels, triton_kernels
+
+    return getattr(triton_kernels, name, None) or getattr(norm_kernels, name)
 
 
 def _make_variant(
     kernel: str,
     label: str,
-    dtypes: dict[str, str | None],
+    dtypes: Mapping[str, str | None],
     *,
     reads: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
@@ -78,10 +88,8 @@ def _make_variant(
     **constants: Any,
 ) -> KernelVariant:
     """dtypes: {name of a pointer argument without `_ptr`: its dtype (default float32), or None if it is not passed}."""
-    from wfm_kernels import triton_kernels
-
     types = {}
-    for name in getattr(triton_kernels, kernel).arg_names:
+    for name in find_kernel(kernel).arg_names:
         dtype = dtypes.get(name.removesuffix("_ptr"), "fp32")
         if name not in constants:
             types[name] = SCALAR_TYPES.get(name) or ("none" if dtype is None else f"*{dtype}")
@@ -186,6 +194,55 @@ def _row_variants() -> Iterator[KernelVariant]:
         )
 
 
+def _norm_variants() -> Iterator[KernelVariant]:
+    """Yield variants for head sizes, for the widths of SD3 and Wan 14B, and for the longest row."""
+    from wfm_kernels.norm_triton import launch_shape
+    from wfm_kernels.norms import MAX_NORM_ROW
+
+    for x, n in [("bf16", 64), ("bf16", 128), ("bf16", 5120), ("fp32", 1536), ("bf16", MAX_NORM_ROW)]:
+        rows, block, warps = launch_shape(n)
+        for weight, strided in [(x, False), (None, False), *([(x, True)] if rows > 1 else [])]:
+            tensors = dict.fromkeys(("x", "out", "g", "dx"), x) | {"weight": weight}
+            label = f"x {x} of {n}{'' if weight else ', no weight'}{', strided' if strided else ''}"
+            sizes: dict[str, Any] = {"warps": warps, "max_registers": 128, "ROUND": True, "ROWS": rows, "BLOCK": block}
+            if not strided:
+                sizes |= {"d1": 1, "d2": 1}  # Triton specializes a kernel for arguments that are 1
+            # A weight that several rows share is loaded in another layout, so its accesses cannot be counted.
+            reads, writes = ((), ()) if weight and rows > 1 else ((x, *[x] * bool(weight)), (x,))
+            yield _make_variant("rms_norm_kernel", label, tensors, reads=reads, writes=writes, **sizes)
+            kernel, reads, frozen = "rms_norm_gradient_kernel", reads and (x, *reads), tensors | {"part": None}
+            yield _make_variant(kernel, label, frozen, reads=reads, writes=writes, **sizes)
+            if weight:
+                yield _make_variant(kernel, f"{label}, sums", tensors, **sizes)
+    for x, m, n in [
+        ("bf16", "bf16", 1536),
+        ("bf16", "fp32", 5120),
+        ("fp32", "fp32", 1536),
+        ("bf16", "bf16", MAX_NORM_ROW),
+    ]:
+        yield from _modulation_variants(x, m, n)
+
+
+def _modulation_variants(x: str, m: str, n: int) -> Iterator[KernelVariant]:
+    """Yield variants for tokens [B, tokens, n] of dtype x and a modulation of dtype m."""
+    from wfm_kernels.norm_triton import GATE_BLOCK, GATE_WARPS, launch_shape
+
+    _, block, warps = launch_shape(n)
+    label = f"x {x} of {n}, {m}"
+    tensors = dict.fromkeys(("x", "y", "out", "g", "dx", "dy"), x) | dict.fromkeys(("scale", "shift", "gate"), m)
+    parts = ("dscale", "dgate", "part", "part_scale", "part_shift")
+    frozen = tensors | dict.fromkeys(parts)
+    norm: dict[str, Any] = {"warps": warps, "max_registers": 128, "BLOCK": block, "PLUS_ONE": True}
+    yield _make_variant("layer_norm_kernel", label, tensors, reads=(x, m, m), writes=(x,), **norm)
+    kernel = "layer_norm_gradient_kernel"
+    yield _make_variant(kernel, label, frozen, reads=(x, x, m), writes=(x,), **norm)
+    sums, writes = tensors | {"dscale": None}, (x, "fp32", "fp32")
+    yield _make_variant(kernel, f"{label}, sums", sums, reads=(x, x, m), writes=writes, **norm)
+    gate: dict[str, Any] = {"warps": GATE_WARPS, "BLOCK": GATE_BLOCK}
+    yield _make_variant("gate_residual_kernel", label, tensors, reads=(x, x, m), writes=(x,), **gate)
+    yield _make_variant("gate_residual_gradient_kernel", label, frozen, reads=(x, m), writes=(x,), **gate)
+
+
 def _finish_variants() -> Iterator[KernelVariant]:
     floors: dict[str, dict[str, Any]] = {"sde_finish_kernel": {}, "nft_finish_kernel": {"MIN_WEIGHT": 1e-5}}
     for kernel, constants in floors.items():
@@ -201,15 +258,13 @@ def compile_variant(variant: KernelVariant) -> CompileReport:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from wfm_kernels import triton_kernels
-
-    kernel = getattr(triton_kernels, variant.kernel)
-    types = variant.types | dict.fromkeys(variant.constants, "constexpr")
-    names = list(types)
-    assert names == list(kernel.arg_names), f"{variant.kernel} has the arguments {kernel.arg_names}"
+    kernel = find_kernel(variant.kernel)
+    known, names = variant.types | dict.fromkeys(variant.constants, "constexpr"), list(kernel.arg_names)
+    assert known.keys() == set(names), f"{variant.kernel} has the arguments {names}"
+    types = {name: known[name] for name in names}
     absent = {name: None for name, type_ in types.items() if type_ == "none"}
-    # Triton specializes a kernel at launch for these properties: aligned pointers, and n as a multiple of 16.
-    aligned = [name for name, type_ in types.items() if type_.startswith("*") or name == "n"]
+    # Triton specializes a kernel at launch for these properties: aligned pointers, n and strides as multiples of 16.
+    aligned = [name for name, type_ in types.items() if type_.startswith("*") or name in {"n", *STRIDES}]
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if type_ == "none" else type_ for name, type_ in types.items()},
@@ -311,10 +366,10 @@ def compare_sum_layouts(reports: list[CompileReport]) -> None:
 
 
 def format_table(reports: list[CompileReport]) -> str:
-    rows = [f"{'kernel':22}{'variant':34}{'registers':>10}{'stack':>7}{'spills':>7}{'wide r/w':>10}{'fma':>6}"]
+    rows = [f"{'kernel':28}{'variant':34}{'registers':>10}{'stack':>7}{'spills':>7}{'wide r/w':>10}{'fma':>6}"]
     for r in reports:
         rows.append(
-            f"{r.variant.kernel:22}{r.variant.label:34}{r.registers:10}{r.stack_bytes:7}{r.spill_bytes:7}"
+            f"{r.variant.kernel:28}{r.variant.label:34}{r.registers:10}{r.stack_bytes:7}{r.spill_bytes:7}"
             f"{r.wide_reads:7}/{r.wide_writes:<2}{r.fma:6}{'  ' + '; '.join(r.faults) if r.faults else ''}"
         )
     return "\n".join(rows)

@@ -63,6 +63,10 @@ class Reward(ABC):
     """Required conditioning inputs, such as "actions". Metadata with the same name does not count as an input."""
     needs_reference: ClassVar[bool] = False
     """Whether videos are compared with the recording `MediaItem.reference`. An item without a reference fails."""
+    needs_sound: ClassVar[bool] = False
+    """Whether the reward hears `MediaItem.sound`. An item without sound fails."""
+    sees_images: ClassVar[bool] = False
+    """Whether the reward looks at `MediaItem.images`: the source of an edit, and the mask if there is one."""
     stall_s: ClassVar[float] = 120.0
     """Maximum seconds per batch. A worker that takes longer is replaced. Service configurations can change this value.
     If the trainer starts the service, `reward.timeout_s` is the upper limit."""
@@ -80,6 +84,8 @@ class Reward(ABC):
     download_note: ClassVar[str] = ""
     """One sentence for users, about weights that `wfm fetch` cannot download."""
 
+    needs_mask: bool = False
+    """Whether an item without the image `mask` fails. Depends on the options."""
     device: str = "cpu"
     """The torch device of the model."""
     deadline_s: float = math.inf

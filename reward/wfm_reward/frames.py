@@ -46,7 +46,8 @@ def score_frames(
     """Return one Score per video: the mean over its selected frames. If a frame fails, its video fails.
 
     The mean of a part in `Score.parts` is computed if all frames have the part. score_images: function that returns one
-    Score per image for at most `max_batch` images [B,H,W,3]. An image has its video's sample id, prompt and metadata.
+    Score per image for at most `max_batch` images [B,H,W,3]. An image has its video's sample id, prompt, metadata and
+    inputs.
     """
     frame_indices = rule.frame_indices(videos.media.shape[1])
     rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]
@@ -59,6 +60,7 @@ def score_frames(
             prompts=[videos.prompts[video] for video, _ in part],
             metadata=[videos.metadata[video] for video, _ in part],
             inputs=[videos.inputs[video] for video, _ in part] if videos.inputs else (),
+            images=[videos.images[video] for video, _ in part] if videos.images else (),
             reward=videos.reward,
         )
         scores += score_images(images)

@@ -22,6 +22,11 @@ def list_reward_names() -> list[str]:
     return sorted(_load_builtin_rewards())
 
 
+def is_builtin(name: str) -> bool:
+    """Return whether `name` is a built-in reward, NAME or NAME/LABEL."""
+    return name.partition("/")[0] in _load_builtin_rewards()
+
+
 def get_reward_class(name: str) -> type[Reward]:
     """Return the reward class for a built-in name, `NAME/LABEL` or `package.module:Class`.
 
@@ -42,6 +47,14 @@ def get_reward_class(name: str) -> type[Reward]:
             + f" Known: {', '.join(sorted(rewards)) or 'none'}; write your own as package.module:Class"
         )
     return rewards[name]
+
+
+def find_reward_class(name: str, *, is_local: bool) -> type[Reward] | None:
+    """Return the class of a reward of a recipe, or None for a user's class that only another service must know.
+
+    is_local: whether this run starts the reward service. Raises RewardError like `get_reward_class`.
+    """
+    return get_reward_class(name) if is_local or is_builtin(name) else None
 
 
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:

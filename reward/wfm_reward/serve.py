@@ -167,6 +167,8 @@ class RewardServer:
                     "max_batch": registry.resolve_max_batch(name, reward.max_batch),
                     "options": reward.options,
                     "needs_reference": registry.get_reward_class(name).needs_reference,
+                    "needs_sound": registry.get_reward_class(name).needs_sound,
+                    "sees_images": registry.get_reward_class(name).sees_images,
                 },
                 reward.max_waiting,
             )

@@ -1,4 +1,4 @@
-"""Similarity of a generated video to its recording: PSNR and SSIM."""
+"""Similarity of a generated video to its recording, or of an edited image to its source: PSNR and SSIM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 MAX_PSNR_DB = 60.0  # PSNR of equal frames, which would otherwise be infinite
 SSIM_WINDOW = 7  # pixels
+GAUSSIAN_RADIUS, GAUSSIAN_SIGMA = 5, 1.5  # of the windows of `gaussian_ssim_map`, in pixels
 STRIP_ROWS = 16  # rows of windows
 PEAK = 255.0
 C1, C2 = (0.01 * PEAK) ** 2, (0.03 * PEAK) ** 2
@@ -67,6 +68,35 @@ def window_sums(values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         fours = pairs[:-2] + pairs[2:]
         values = (fours[:-3] + pairs[4:-1] + rows[6:]).swapaxes(0, axis)  # 4 + 2 + 1 rows
     return values
+
+
+def gaussian_ssim_map(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Return the structural similarity of two images [H,W,3] around each pixel, [H-10,W-10,3].
+
+    The windows have 11 x 11 pixels with Gaussian weights of sigma 1.5, as in Wang et al. 2004. Pixels without a
+    complete window are omitted. Raises ValueError if an image is smaller than a window.
+    """
+    if min(a.shape[:2]) <= 2 * GAUSSIAN_RADIUS:
+        size = 2 * GAUSSIAN_RADIUS + 1
+        raise ValueError(f"SSIM needs images of at least {size} x {size} pixels, got {a.shape[:2]}")
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    mean_x, mean_y, mean_xy = gaussian_means(x), gaussian_means(y), gaussian_means(x * y)
+    mean_squares = mean_x * mean_x + mean_y * mean_y
+    variances = gaussian_means(x * x + y * y) - mean_squares
+    covariance = mean_xy - mean_x * mean_y
+    similarity: npt.NDArray[np.float64] = (2 * mean_x * mean_y + C1) * (2 * covariance + C2)
+    return similarity / ((mean_squares + C1) * (variances + C2))
+
+
+def gaussian_means(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the weighted means over all Gaussian windows inside an image: [H,W,3] becomes [H-10,W-10,3]."""
+    from scipy.ndimage import correlate1d
+
+    weights = np.exp(-0.5 * (np.arange(-GAUSSIAN_RADIUS, GAUSSIAN_RADIUS + 1) / GAUSSIAN_SIGMA) ** 2)
+    inside = slice(GAUSSIAN_RADIUS, -GAUSSIAN_RADIUS)
+    rows = correlate1d(values, weights / weights.sum(), axis=0)[inside]
+    means: npt.NDArray[np.float64] = correlate1d(rows, weights / weights.sum(), axis=1)[:, inside]
+    return means
 
 
 def require_equal_shapes(frames: Frames, reference: Frames) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from wfm_ds.chunks import split_into_chunks
 from wfm_ds.errors import describe_error
-from wfm_ds.transport.arrays import unpack_arrays
+from wfm_ds.transport.arrays import split_sound, unpack_arrays
 from wfm_ds.transport.wire import Array
 from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_ds.types import MediaBatch, Score
@@ -60,9 +60,11 @@ class RewardScorer:
     ) -> list[Mapping[str, Any] | TaskFailed]:
         """Score several tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
-        A row is {id, prompt, metadata, fps?, inputs?, reference?} with a tensor uint8 [H,W,3] or [T,H,W,3]. If
-        `reference` is R > 0, the last R frames of the tensor are the reference. Consecutive rows with the same shape
-        and fps form batches of at most `max_batch` rows. For a malformed task, TaskFailed is returned.
+        A row is {id, prompt, metadata, fps?, inputs?, reference?, images?, sound?, sound_rate?} with a tensor uint8
+        [H,W,3] or [T,H,W,3]. If `sound` is [channels, samples], the last frames are the sound (see append_sound). If
+        `images` names k input images, they are the last k frames before it. If `reference` is R > 0, the last R frames
+        before them are the reference. Consecutive rows with the same shape and fps form batches of at most
+        `max_batch` rows. For a malformed task, TaskFailed is returned.
         """
         task_rows = [_read_rows(task) for task in tasks]
         items = [
@@ -115,6 +117,9 @@ class RewardScorer:
             reward=self.name,
             inputs=[row.get("inputs", {}) for row in rows],
             references=[row.get("reference") for row in rows],
+            images=[row.get("images", {}) for row in rows],
+            sounds=[row.get("sound") for row in rows],
+            sound_rate=rows[0].get("sound_rate"),
         )
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media_types:
@@ -124,6 +129,8 @@ class RewardScorer:
         missing |= {key for item in batch for key in inputs if key not in item.inputs}
         if self.reward.needs_reference and any(item.reference is None for item in batch):
             missing.add("reference")
+        if self.reward.needs_sound and any(item.sound is None for item in batch):
+            missing.add("sound")
         if missing:
             raise RewardError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
         if video and "video" not in self.reward.media_types:
@@ -183,13 +190,42 @@ def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | Task
         return TaskFailed(f"the inputs cannot be read: {error}", fatal=True)
     items: list[tuple[Mapping[str, Any], Array]] = []
     for number, (row, row_inputs, tensor) in enumerate(zip(task.rows, inputs, tensors, strict=True)):
-        count, frames, reference = row.get("reference"), tensor, None
+        try:
+            frames, sound = _split_sound(row, tensor)
+            frames, images = _split_images(row.get("images"), frames)
+        except ValueError as error:
+            return TaskFailed(f"row {number}: {error}", fatal=True)
+        count, reference = row.get("reference"), None
         if count is not None:
-            if type(count) is not int or tensor.ndim != 4 or not 0 < count <= len(tensor) // 2:
+            if type(count) is not int or frames.ndim != 4 or not 0 < count <= len(frames) // 2:
                 return TaskFailed(f"row {number}: wrong number of reference frames: {count!r:.50}", fatal=True)
-            frames, reference = tensor[:-count], tensor[-count:]
-        items.append(({"fps": None, **row, "inputs": row_inputs, "reference": reference}, frames))
+            frames, reference = frames[:-count], frames[-count:]
+        if images and row.get("fps") is None:  # an image; with input images, it was sent as a frame
+            frames = frames[0]
+        arrays = {"inputs": row_inputs, "reference": reference, "images": images, "sound": sound}
+        items.append(({"fps": None, **row, **arrays}, frames))
     return items
+
+
+def _split_sound(row: Mapping[str, Any], tensor: Array) -> tuple[Array, Array | None]:
+    """Return the frames without the sound, and the sound or None. Raises ValueError for a malformed row."""
+    if row.get("sound") is None:
+        return tensor, None
+    rate = row.get("sound_rate")
+    if type(rate) is not int or rate < 1:
+        raise ValueError(f"sound_rate must be a positive integer, got {rate!r:.50}")
+    return split_sound(row["sound"], tensor)
+
+
+def _split_images(names: Any, tensor: Array) -> tuple[Array, dict[str, Array]]:
+    """Return the sample's own frames, and {name: input image} of the last frames. Raises ValueError for bad names."""
+    if names is None:
+        return tensor, {}
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"images must be a list of names, got {names!r:.50}")
+    if tensor.ndim != 4 or len(tensor) <= len(names) or len(set(names)) < len(names):
+        raise ValueError(f"{len(names)} input images do not fit an array of shape {list(tensor.shape)}")
+    return tensor[: -len(names)], dict(zip(names, tensor[-len(names) :], strict=True))
 
 
 TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]
@@ -197,8 +233,9 @@ TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]
 
 
 def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence[TaskItem]]:
-    """Group consecutive items with the same shape and fps into batches of at most `max_batch`."""
-    for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
+    """Group consecutive items with the same shape, fps and sound rate into batches of at most `max_batch`."""
+    keys = ("fps", "sound_rate")
+    for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, *(item[1].get(key) for key in keys))):
         yield from split_into_chunks(list(group), max_batch)
 
 

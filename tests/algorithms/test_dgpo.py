@@ -19,7 +19,7 @@ def dgpo(**keys):
     built = build_rl_algorithm(
         recipe,
         torch.linspace(1, 0, 6, dtype=FP64),
-        SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple),
+        SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple, stream_sizes=lambda sampling: {}),
     )
     assert isinstance(built, Dgpo)
     return built

@@ -18,7 +18,7 @@ from wfm_ds.recipe.algorithms import DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgori
 from wfm_ds.sampling.plan import invert_shift
 
 FP64 = torch.float64
-SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple)
+SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple, stream_sizes=lambda sampling: {})
 STRATIFIED = {"levels": "stratified", "num_levels": 4}
 ADVANTAGES = [0.5, None, 0.0, -2.0]
 

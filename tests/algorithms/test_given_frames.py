@@ -45,7 +45,9 @@ def algorithm(**keys):
         rollout={"group_size": 3},
     )
     model = {"flow_shift": lambda sampling: 1.0, "family": "f", "sigma_ranges": [(0.0, 1.0)]}
-    return build_rl_algorithm(recipe, GRID, SimpleNamespace(**model, clean_frame_range=tuple))
+    return build_rl_algorithm(
+        recipe, GRID, SimpleNamespace(**model, clean_frame_range=tuple, stream_sizes=lambda sampling: {})
+    )
 
 
 def drawn(*shape, seed):

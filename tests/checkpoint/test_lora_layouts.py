@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -22,10 +23,14 @@ from wfm_ds.export.lora_settings import layer_alpha
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import write_lora
 from wfm_ds.models import registry
+from wfm_ds.models.flux_kontext import FluxKontext
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.models.wan import IMAGE_ATTENTION_LAYERS
 
-FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "wan21_i2v", "flux2", "qwen_image", "z_image")
+FAMILIES = (
+    *("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "wan21_i2v", "wan_vace"),
+    *("flux2", "flux_kontext", "qwen_image", "z_image"),
+)
 RANK, ALPHA = 4, 10.0
 
 
@@ -109,11 +114,11 @@ def test_fused_layers_give_the_updates_of_their_members(export):
 def test_a_foreign_fused_layer_is_split_exactly():
     draw = torch.Generator().manual_seed(2)
     whole = LoraLayer(torch.randn(6, 8, generator=draw), torch.randn(12, 6, generator=draw), 3.0)
-    parts = split_layer(whole, 3)
+    parts = split_layer(whole, (1, 1, 1))
     assert_close(torch.cat([part.delta() for part in parts]), whole.delta(), atol=1e-6, rtol=1e-6)
     one = LoraLayer(torch.randn(2, 8, generator=draw), torch.randn(4, 2, generator=draw), 5.0)
-    assert split_layer(fuse_layers([None, one, None]), 3)[0] is None
-    back = split_layer(fuse_layers([None, one, None]), 3)[1]
+    assert split_layer(fuse_layers([None, one, None]), (1, 1, 1))[0] is None
+    back = split_layer(fuse_layers([None, one, None]), (1, 1, 1))[1]
     assert is_same_update({"a": back}, {"a": one}, tolerance=0.0)
     other = LoraLayer(one.A, one.B, 1.0)  # a different scale is moved into B
     assert_close(fuse_layers([one, other]).delta(), torch.cat([one.delta(), other.delta()]), atol=1e-6, rtol=1e-6)
@@ -135,10 +140,18 @@ LOADED_BY_DIFFUSERS = {  # by family: comfyui, comfyui with --bake-alpha, and ko
     "sd3": ("Invalid LoRA checkpoint", True, {}),
     "wan21": (True, True, None),
     "flux2": (ALPHA_IS_UNEXPECTED, True, True),
+    "flux_kontext": (True, True, None),  # diffusers splits kohya's fused layers at the width of the released model
     "qwen_image": ("Target modules", True, True),
     "z_image": (ALPHA_IS_UNEXPECTED, "Target modules", True),
 }
-NAMES_IN_DOCS = {"SD3": "sd3", "Wan": "wan21", "FLUX.2": "flux2", "Qwen-Image": "qwen_image", "Z-Image": "z_image"}
+NAMES_IN_DOCS = {
+    "SD3": "sd3",
+    "Wan": "wan21",
+    "FLUX.2": "flux2",
+    "FLUX.1-Kontext": "flux_kontext",
+    "Qwen-Image": "qwen_image",
+    "Z-Image": "z_image",
+}
 
 
 @check_each(("family", "outcomes"), LOADED_BY_DIFFUSERS.items())
@@ -269,6 +282,21 @@ def test_kohya_names_of_z_image_are_those_of_musubi_tuner(export):
         assert f"lora_unet_layers_0_attention_{layer}.lora_down.weight" in tensors
 
 
+def test_diffusers_splits_the_fused_layers_of_kontext_at_the_released_width():
+    draw, width, prefix = torch.Generator().manual_seed(3), 3072, "single_transformer_blocks.0"
+    sizes = {"attn.to_q": 1, "attn.to_k": 1, "attn.to_v": 1, "proj_mlp": 4}
+    layers = {
+        f"{prefix}.{name}": LoraLayer(
+            torch.randn(2, width, generator=draw), torch.randn(size * width, 2, generator=draw), 3.0
+        )
+        for name, size in sizes.items()
+    }
+    got = _convert_kohya_flux_lora_to_diffusers(kohya_tensors(layers, FluxKontext))
+    for name, layer in layers.items():
+        A, B = (got[f"transformer.{name}.lora_{matrix}.weight"] for matrix in "AB")
+        assert_close(B @ A, layer.delta(), atol=1e-5, rtol=1e-5)
+
+
 def test_comfyui_names_of_each_family(export):
     for family, key in (
         ("sd3", "transformer.transformer_blocks.0.attn.add_q_proj"),
@@ -276,6 +304,7 @@ def test_comfyui_names_of_each_family(export):
         ("cosmos25", "diffusion_model.blocks.0.self_attn.output_proj"),
         ("sana", "diffusion_model.blocks.0.attn.qkv"),
         ("flux2", "diffusion_model.single_blocks.0.linear2"),
+        ("flux_kontext", "transformer.single_transformer_blocks.0.attn.to_q"),
         ("qwen_image", "transformer.transformer_blocks.0.attn.add_q_proj"),
         ("z_image", "diffusion_model.layers.0.attention.qkv"),
     ):

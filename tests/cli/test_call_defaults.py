@@ -48,6 +48,7 @@ def filled(family, lora, *words, repo="m"):
         ("z_image", {"guidance_scale": 0.0}, [], (40, "stock", 1.0, None)),
         ("cosmos25", {"guidance_scale": 7.0}, [], (40, "stock", 8.0, None)),
         ("flux2_dev", {"guidance_scale": 2.5}, [], (40, "stock", 1.0, None)),
+        ("flux_kontext", {"true_cfg_scale": 3.0, "guidance_scale": 2.5}, [], (40, "stock", 3.0, None)),
         ("wan22", {"guidance_scale": 4.0, "guidance_scale_2": 3.0}, [], (40, "stock", 4.0, 3.0)),
         ("wan22", {"guidance_scale": 4.0, "guidance_scale_2": 3.0}, ["--guidance", "5"], (40, "stock", 5.0, None)),
     ],

@@ -116,7 +116,7 @@ def test_data_that_does_not_fit_is_refused(tiny_pipelines, data, tmp_path, capsy
     texts = tmp_path / "texts.yaml"
     texts.write_text((RECIPE.parent.parent / "cp_nft.yaml").read_text())
     for model, options, message in (
-        ("world", ["--data", str(texts)], "have no frames; use --prompts"),
+        ("world", ["--data", str(texts)], "have no frames, input images or videos; use --prompts"),
         ("wan21", ["--data", str(recipe), "--height", "32", "--width", "32"], "--data: the recipe does not fit"),
         ("world", ["--data", str(recipe), "--clips", "4"], "all 4 validation samples are invalid"),
     ):

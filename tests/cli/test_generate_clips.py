@@ -22,7 +22,7 @@ def videos(monkeypatch):
     written = []
     save = samples.save_mp4
     monkeypatch.setattr(
-        samples, "save_mp4", lambda path, video, fps: written.append(video.copy()) or save(path, video, fps)
+        samples, "save_mp4", lambda path, video, *more: written.append(video.copy()) or save(path, video, *more)
     )
     return written
 

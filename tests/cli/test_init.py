@@ -103,6 +103,7 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
         ("flux2", {}, 4.0),
         ("flux2", {"is_distilled": True}, 1.0),
         ("flux2_dev", {}, 1.0),  # its guidance is embedded
+        ("flux_kontext", {}, 1.0),
         ("qwen_image", {}, 4.0),
         ("z_image", {}, 6.0),
     ],
@@ -276,6 +277,19 @@ def test_image_to_video_models_get_conditioning_clips(init, pictures, tmp_path):
     code, recipe, said = init("--data", folder, "--rl", "motion", "--model", "tiny:wan22_i2v", "--force")
     assert code == 0, said
     assert (recipe.data.kind, recipe.algorithm.conditioning_frame_range) == ("folder", (1, 1))
+
+
+def test_control_videos_are_inputs_without_conditioning_frames(init, tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    (clips / "0.txt").write_text("a clip")
+    for name in ("0", "0.control", "0.control_mask"):
+        write_clip(clips / f"{name}.mp4", count=12, size=(32, 32))
+    for words in ((), ("--rl", "motion")):
+        code, recipe, said = init("--data", clips, "--model", "tiny:wan_vace", "--force", *words)
+        assert code == 0, said
+        assert recipe.data.inputs == ["control", "control_mask"]
+        assert recipe.algorithm.conditioning_frame_range == (0, 0)
 
 
 def write_pairs(folder, count=8):

@@ -266,7 +266,7 @@ def test_a_skypilot_task_without_storage_causes_a_warning(tmp_path, monkeypatch,
 
 def test_a_job_is_submitted(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for name in ("sbatch", "kubectl", "sky", "deepspeed"):
+    for name in ("sbatch", "kubectl", "sky", "deepspeed", "pdsh"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{PRINT_WORDS}; exit 3\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -2,19 +2,29 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from each_case import check_each
 from families import CASES
 from wfm_ds.cli.models_check import main
-from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
+from wfm_ds.contract import (
+    denoiser_checks,
+    export_checks,
+    input_checks,
+    pixel_checks,
+    sampling_checks,
+    text_image_checks,
+)
 from wfm_ds.contract.case import PROMPTS
 from wfm_ds.contract.checks import CHECKS, run_checks
 from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.models.cosmos3 import Cosmos3
 from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.qwen_image_edit import QwenImageEdit
 from wfm_ds.models.sd3 import StableDiffusion3
 
 
@@ -123,6 +133,22 @@ class Demanding(Cosmos3):
     input_specs = MappingProxyType({"actions": InputSpec(rank=2, required=True), "domain": InputSpec(rank=0)})
 
 
+class Sightless(QwenImageEdit):
+    """Broken: the text encoder sees a grey image with negative prompts."""
+
+    def encode_text_with_images(self, text):
+        images = tuple(np.full_like(image, 128) for image in text.images)
+        return super().encode_text_with_images(replace(text, images=images) if text.negative else text)
+
+
+class Remembering(QwenImageEdit):
+    """Broken: every text is encoded with the first image that the text encoder has seen."""
+
+    def encode_text_with_images(self, text):
+        self.seen = getattr(self, "seen", text.images)
+        return super().encode_text_with_images(replace(text, images=self.seen))
+
+
 @pytest.fixture
 def subject(tiny_pipelines):
     def of(family):
@@ -170,6 +196,16 @@ def subject(tiny_pipelines):
         (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),
         (OneHalf, input_checks.check_inputs_in_both_guidance_halves, "change the negative half of guidance by only 0"),
         (Demanding, input_checks.check_missing_inputs, "a sample without actions is not rejected; raise a ValueError"),
+        (
+            Sightless,
+            text_image_checks.check_images_change_embeddings,
+            "other images change the embedding of NegativeText(text='a red circle on white') by only 0",
+        ),
+        (
+            Remembering,
+            text_image_checks.check_images_change_embeddings,
+            "other images change the embedding of a red circle on white by only 0",
+        ),
         (
             Raw,
             sampling_checks.check_decoded_pixels,

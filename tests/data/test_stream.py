@@ -143,6 +143,12 @@ def test_what_is_shown_and_measured_is_the_folder_of_validation(shards, tmp_path
     (tmp_path / "held" / "a.txt").write_text("held out")
     data = load_data(recipe_of(shards, path=str(tmp_path / "held")))
     assert (data.samples, [p.text for p in data.validation_prompts], len(data.held_out)) == ([], ["held out"], 1)
+    (tmp_path / "held" / "a.txt").unlink()
+    (tmp_path / "held" / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "in a table"}))
+    keys = {"kind": "hf", "path": str(shards), "streaming": True, "shuffle": False, "image_column": "image"}
+    for path, count in ((tmp_path / "held", 1), (shards, NUM_ROWS - 1)):  # a table without this column, and shards
+        recipe = sft_recipe({**keys, "max_bad_fraction": 0.5}, path=str(path))
+        assert len(load_data(recipe).held_out) == count
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
 from each_case import check_each
+from wfm_ds.data.frame_conversion import HD_HEIGHT
 from wfm_ds.data.media import (
-    HD_HEIGHT,
     choose_frames,
     clip_frames,
     load_clip,

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def command(*arguments, launcher="deepspeed"):
 
 def run(*arguments, cwd=ROOT, **kwargs):
     """Run the command with a minimal environment: PATH, HOME, and thread, Hub and cache settings."""
-    kept = ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "TMPDIR", "WFM_CACHE")
+    kept = ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "HF_HUB_OFFLINE", "TMPDIR", "WFM_CACHE")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     return subprocess.run(
         command(*arguments, **kwargs),
@@ -325,26 +326,27 @@ def test_a_stop_signal_saves_after_the_step_and_the_same_command_resumes(tmp_pat
     """On SIGTERM, both ranks finish the step, save and export, and the command returns 0. The same command resumes."""
     folder = tmp_path / "out"
     arguments = ["--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}"]
-    process = subprocess.Popen(
-        command(*arguments, "run.steps=100000"),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    metrics, log = folder / "metrics.jsonl", tmp_path / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command(*arguments, "run.steps=100000"),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     try:
-        seen = []
-        for line in process.stdout:
-            seen.append(line)
-            if "step 0/100000" in line:  # the training loop has started
-                break
+        end_s = time.monotonic() + DEADLINE_S
+        while not (metrics.exists() and '"loss/total"' in metrics.read_text()):  # the first step
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end_s, log.read_text()
+            time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        process.wait(DEADLINE_S)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, "".join(seen) + output
+    assert process.returncode == 0, log.read_text()
     result = json.loads((folder / "result.json").read_text())
     step = result["step"]
     assert result["status"] == "preempted"

@@ -62,7 +62,7 @@ def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipel
     assert losses[-1] < losses[0] / 2, losses
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prepared_run_needs_no_text_encoder_and_trains_the_same(tmp_path, tiny_pipelines):
     """Two ranks fill a cache from shards. Training from the cache gives the same losses as training without it."""
     shards = tmp_path / "shards"

@@ -38,7 +38,7 @@ def train(tmp_path, *words, endpoint, offline, num_ranks=2):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_commit(tmp_path, tiny_pipelines):
     (tmp_path / "pictures").mkdir()
     for i in range(16):

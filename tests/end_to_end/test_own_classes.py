@@ -62,7 +62,7 @@ def test_wfm_imports_a_reward_from_the_current_folder(wfm):
     assert wfm("rewards", "my_rewards:Brightness/dark") == wfm("rewards", "my_rewards:Brightness")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/models/test_user_family.py checks it in this process
 def test_wfm_checks_a_family_in_the_current_folder(wfm):
     write_code("own_model.md", "my_lumina.py", wfm.folder)
     tiny_lumina().save_pretrained(wfm.folder / "pipeline")
@@ -144,24 +144,13 @@ def write_family_and_data(folder):
     return [*words, "data.kind=my_data:CaptionTable", "data.path=media", "sampling.height=32", "sampling.width=32"]
 
 
-def require_two_steps(folder):
-    assert [line["step"] for line in metrics(folder / "out")][-1] == 2
-    assert list((folder / "out" / "safetensors").rglob("*.safetensors"))
-
-
-@pytest.mark.slow
-def test_a_user_defined_family_and_data_kind_train(tmp_path):
-    process = train(tmp_path, "sd3_sft_lora.yaml", *write_family_and_data(tmp_path))
-    assert process.returncode == 0, process.stdout + process.stderr
-    require_two_steps(tmp_path)
-
-
 @pytest.mark.slow
 def test_wfm_checks_and_trains_a_family_and_a_data_kind_in_the_current_folder(wfm):
     words = [ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml", *write_family_and_data(wfm.folder)]
     assert "all checks passed" in wfm("check", *words)
     wfm("train", *words)
-    require_two_steps(wfm.folder)
+    assert [line["step"] for line in metrics(wfm.folder / "out")][-1] == 2
+    assert list((wfm.folder / "out" / "safetensors").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

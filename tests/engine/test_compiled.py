@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
 
 from multi_rank.sharing import CASES, built, forwards, run
 from wfm_ds.engine.adapter_layers import AdapterMerge, find_adapter_layers
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.block_compilation import MAX_GRAPHS, compile_blocks
+from wfm_ds.engine.fp8_linear import Fp8Linear
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.registry import model_families
 from wfm_ds.recipe import file as recipe_file
@@ -63,6 +65,40 @@ def count():
 def drawn(rows, width=32):
     draw = torch.Generator().manual_seed(rows)
     return [torch.randn(rows, 4, width, generator=draw).bfloat16() for _ in range(2)]
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.layers = nn.ModuleList(Fp8Linear(nn.Linear(64, 64), torch.float32, torch.device("cpu")) for _ in range(3))
+
+    def forward(self, x):
+        x = x * self.scale
+        query, key, value = (layer(x) for layer in self.layers)
+        return query + key * value
+
+
+def test_compiled_float8_layers_quantise_a_shared_input_once(monkeypatch):
+    """torch itself merges the calls only in graphs with gradient, so rollouts would not profit."""
+    torch._dynamo.reset()
+    counted, run_graph = [], GraphLowering.run
+
+    def count(self, *inputs):
+        counted.append(sum("quantise_rows" in str(node.target) for node in self.module.graph.nodes))
+        return run_graph(self, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", count)
+    plain = Projections()
+    module = nn.Sequential(copy.deepcopy(plain))
+    compile_blocks(module, [Projections])
+    x = torch.randn(3, 64)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        with torch.no_grad():
+            without = module(x)
+        assert torch.equal(module(x), without)
+    assert torch.equal(without, plain(x))
+    assert counted == [1, 1]
 
 
 def test_equal_blocks_share_compiled_code_and_gradients_change_no_bit(count):

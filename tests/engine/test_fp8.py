@@ -1,5 +1,8 @@
 """Frozen layers in float8 e4m3: error, gradients, the quantized layers, and bitwise equalities."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,12 +11,16 @@ from each_case import check_each
 from families import CASES, PROMPTS, each_family
 from multi_rank.training import small_sd3
 from wfm_ds.contract.family_under_test import FamilyUnderTest
+from wfm_ds.engine import fp8_linear
 from wfm_ds.engine.base_precision import quantise_base
-from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, require_fp8
+from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, fp8_matmul, last_input, require_fp8
 from wfm_ds.engine.live_bytes import LiveByteCounter
 from wfm_ds.engine.preparation import move_weights
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
+from wfm_ds.recipe.file import load_recipe
+from wfm_ds.rollout.colocated import ColocatedSource
+from wfm_kernels import quantise_rows
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
@@ -93,10 +100,11 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
     """Modulation and layers outside of blocks are not quantized, and quantization changes predictions only slightly. On
     a CPU, the last bit of a plain float32 product depends on the batch size; products of float8 rows do not."""
     case = CASES[family]
-    model = registry.load_model(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
+    subject = FamilyUnderTest(tiny_pipelines(family), case)
+    model = subject.load_model(BF16)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
-    told = FamilyUnderTest(tiny_pipelines(family), case).encode_required_inputs(model)
-    conditioning, sigma_B = model.encode_text(PROMPTS) | told, torch.tensor(case.sigmas[0])
+    conditioning = subject.encode_texts(model, PROMPTS) | subject.encode_required_inputs(model)
+    sigma_B = torch.tensor(case.sigmas[0])
     with torch.no_grad():
         plain = model.denoise(latents, sigma_B, conditioning)
         quantise_base(model.unwrapped_denoiser, model.block_classes, "fp8", BF16, CPU)
@@ -104,6 +112,110 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
         alone = model.denoise(latents[:1], sigma_B[:1], {name: rows[:1] for name, rows in conditioning.items()})
     assert 0 < relative(found, plain) < 0.08
     assert torch.equal(alone, found[:1])
+
+
+@check_each(("family", "num_layers", "num_inputs"), [("sd3", 16, 10), ("wan21", 10, 7)])
+def test_layers_with_one_input_quantise_it_once(family, num_layers, num_inputs, tiny_pipelines, monkeypatch):
+    """q, k and v of self-attention share an input, and so do k and v of cross-attention. SD3.5 has three groups."""
+    case = CASES[family]
+    subject = FamilyUnderTest(tiny_pipelines(family), case)
+    model = subject.load_model(FP32)
+    latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
+    arguments = latents, torch.tensor(case.sigmas[0]), subject.encode_texts(model, PROMPTS)
+    quantise_base(model.unwrapped_denoiser, model.block_classes, "fp8", FP32, CPU)
+    block = next(part for part in model.denoiser.modules() if isinstance(part, model.block_classes))
+    calls, layer_calls, blocks = [], [], []
+
+    def count(x, **options):
+        calls.append(x.shape)
+        return quantise_rows(x, **options)
+
+    monkeypatch.setattr(fp8_linear, "quantise_rows", count)
+    block.register_forward_pre_hook(lambda *_: blocks.append((len(calls), len(layer_calls))))
+    block.register_forward_hook(lambda *_: blocks.append((len(calls), len(layer_calls))))
+    for part in base(block).values():
+        part.register_forward_hook(lambda *_: layer_calls.append(1))
+    with torch.no_grad():
+        shared = model.denoise(*arguments)
+    before, after = blocks
+    assert (after[0] - before[0], after[1] - before[1]) == (num_inputs, num_layers)
+    assert last_input.entry is None, "the rows are released with their input"
+    monkeypatch.setattr(fp8_linear, "quantise_input", quantise_rows)
+    with torch.no_grad():
+        assert torch.equal(model.denoise(*arguments), shared)
+
+
+def test_a_changed_input_is_quantised_again():
+    _, quantised = layer(64, 48)
+    x = torch.randn(3, 64)
+    first = quantised(x)
+    assert torch.equal(quantised(x), first)
+    x.mul_(2)
+    assert torch.equal(quantised(x), quantised(x.clone()))
+    assert not torch.equal(quantised(x), first)
+    with torch.inference_mode():  # its tensors do not count their changes
+        y = torch.randn(3, 64)
+        first = quantised(y)
+        y.mul_(2)
+        assert not torch.equal(quantised(y), first)
+
+
+def test_a_capture_does_not_reuse_rows_from_before_the_capture(monkeypatch):
+    """A replay would not update these rows."""
+    calls = []
+    monkeypatch.setattr(fp8_linear, "quantise_rows", lambda x: calls.append(1) or (x, x))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    is_capturing = [False, True, True, False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing.pop(0))
+    x = torch.randn(3, 64)
+    counts = []
+    while is_capturing:
+        fp8_linear.quantise_input(x)
+        counts.append(len(calls))
+    assert counts == [1, 2, 2, 3]
+
+
+@check_each(("name", "fast"), [("sd3_nft", True), ("sd3_flow_grpo", False)])
+def test_only_rollouts_without_log_probabilities_accumulate_fast(name, fast, root):
+    _, quantised = layer(64, 48)
+    recipe = load_recipe(root / "tests" / "recipes" / f"{name}.yaml")
+    job = SimpleNamespace(engine=ContextEngine(quantised), recipe=recipe)
+    source = SimpleNamespace(job=job, settings=recipe.rl.rollout, algorithm=SimpleNamespace(rollout_policy="old"))
+    with ColocatedSource.rollout_policy(source):
+        assert quantised.fast_accumulation == fast
+    assert not quantised.fast_accumulation, "reference and training predictions accumulate in float32"
+
+
+class ContextEngine:
+    """An engine whose contexts do nothing."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def use_policy(self, name, *, merge):
+        return contextlib.nullcontext()
+
+    replay_graphs = contextlib.nullcontext
+
+
+def test_the_accumulation_reaches_the_product_on_a_gpu(monkeypatch):
+    found = []
+
+    def multiply(a, b, **options):
+        found.append(options["use_fast_accum"])
+        return torch.empty(len(a), b.shape[1], dtype=options["out_dtype"], device="meta")
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    _, quantised = layer(64, 48, BF16)
+    rows = [factor.to("meta") for factor in (*_quantised(torch.randn(3, 64)), *_quantised(torch.randn(48, 64)))]
+    for fast in (False, True):
+        assert fp8_matmul(*rows, None, BF16, fast=fast).shape == (3, 48)
+    assert found == [False, True]
+    monkeypatch.setattr(fp8_linear, "fp8_matmul", lambda *args, fast: found.append(fast) or torch.zeros(3, 48))
+    for fast in (False, True):
+        fp8_linear.set_fast_accumulation(quantised, fast)
+        quantised(torch.randn(3, 64, dtype=BF16))
+    assert found[2:] == [False, True]
 
 
 def test_a_worker_quantizes_weights_without_loading_the_whole_base(tiny_pipelines):

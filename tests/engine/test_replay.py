@@ -70,6 +70,32 @@ def test_replays_see_in_place_changes_and_moved_weights_are_recorded_again():
     assert replays.num_recordings == 1, "and nothing else"
 
 
+def test_texts_of_many_lengths_keep_a_bounded_number_of_recordings(caplog):
+    """Rollouts with 100 text lengths and one common length: the common one is recorded once."""
+    recorded = []
+
+    def network(text):
+        recorded.append(text.shape[1])
+        return text.cumsum(1)
+
+    def num_calls(length):  # a capture on a CPU calls the network once, and so does each replay
+        return recorded.count(length)
+
+    replays, common = GraphReplayer(network, lambda: []), torch.randn(2, 7)
+    for length in range(10, 110):
+        assert torch.equal(replays("old", (common,), {}), common.cumsum(1))
+        text = torch.randn(2, length)
+        assert torch.equal(replays("old", (text,), {}), text.cumsum(1))
+        assert replays.num_recordings <= cuda_graphs.MAX_RECORDINGS
+    assert replays.num_recordings == cuda_graphs.MAX_RECORDINGS
+    assert num_calls(7) == 1 + 100, "one recording and 100 replays"
+    replays("old", (torch.randn(2, 109),), {})
+    assert num_calls(109) == 1 + 2, "the newest length is still recorded"
+    replays("old", (torch.randn(2, 10),), {})
+    assert num_calls(10) == 2 * (1 + 1), "the oldest length is recorded again"
+    assert caplog.text.count("CUDA graphs are dropped") == 1
+
+
 def test_a_replayed_network_behaves_like_the_network(network):
     replayed = ReplayingNetwork(network)
     assert replayed.config is network.config

@@ -1,7 +1,7 @@
 """Fixtures that run test functions on a GPU: `pytest -m gpu tests/gpu`.
 
 The functions run in a separate process, because the pytest process is configured for the CPU. WFM_TEST_DEVICE=cpu runs
-the tests on a machine without a GPU, except tests that use the `cuda` fixture.
+the tests on a machine without a GPU.
 """
 
 import os
@@ -23,16 +23,14 @@ def device():
     return wanted
 
 
-@pytest.fixture(scope="session")
-def cuda(device):
-    """Skip the test on a CPU."""
-    if device != "cuda":
-        pytest.skip("says nothing on a CPU")
-    return device
-
-
 def process(kind, folder):
-    return started(1, folder, {"DS_ACCELERATOR": kind, **ENVIRONMENT[kind]})
+    from wfm_ds.distributed.accelerator import find_free_port
+    from wfm_ds.distributed.ranks import LOOPBACK, LaunchedRank
+
+    # A process joins its group in the first call that needs it, and each call restores the environment. DeepSpeed reads
+    # these variables in all calls.
+    rank = LaunchedRank(0, 1, 0, 1, LOOPBACK, find_free_port(), launcher="python").variables()
+    return started(1, folder, {"DS_ACCELERATOR": kind, **rank, **ENVIRONMENT[kind]})
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +41,11 @@ def there(device, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def on_cpu(tmp_path_factory):
+def on_cpu(device, there, tmp_path_factory):
     """`on_cpu(function, **kwargs)` runs the function in a process on the CPU and returns its result."""
+    if device == "cpu":  # a rehearsal shares one process, because starting it takes longer than most tests
+        yield there
+        return
     with process("cpu", tmp_path_factory.mktemp("on_cpu")) as ranks:
         yield lambda function, **kwargs: ranks.run(function, **kwargs)[0]
 

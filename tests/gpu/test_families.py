@@ -5,21 +5,26 @@ import pytest
 from families import CASES
 
 
-def passes(folder, device, size, load_options, sigma):
+def passes(folder, device, family):
     """Run a forward and backward pass of two samples in float32. Return the velocity and all gradients."""
+    from pathlib import Path
+
     import torch
 
-    from wfm_ds.models import registry
+    from families import CASES
+    from wfm_ds.contract.family_under_test import FamilyUnderTest
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = registry.load_model(folder, dtype=torch.float32, device=torch.device(device), **load_options)
+    torch.manual_seed(0)
+    subject = FamilyUnderTest(Path(folder), CASES[family])
+    model = subject.load_model(device=torch.device(device))
     for part in (model.denoiser, *model.auxiliary_modules()):
         part.to(device)
     model.denoiser.requires_grad_(True)
-    conditioning = model.encode_text(["a red circle on white", "the digit 7"])
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, *model.latent_shape(*size), generator=generator).to(device).requires_grad_(True)
-    velocity = model.denoise(latents, torch.tensor(sigma, device=device), conditioning, model.select_expert(sigma[0]))
+    latents, sigma, conditioning = subject.denoise_arguments(model)
+    latents = latents.to(device).requires_grad_(True)
+    conditioning = {name: value.to(device) for name, value in conditioning.items()}
+    velocity = model.denoise(latents, sigma.to(device), conditioning, model.select_expert(float(sigma[0])))
     velocity.square().mean().backward()
     named = {n: p.grad.cpu() for n, p in model.denoiser.named_parameters() if p.grad is not None}
     return {"velocity": velocity.detach().cpu(), "latents": latents.grad.cpu(), **named}
@@ -30,13 +35,7 @@ MOST = {"sana_wm": 3e-2}  # some of its attention rounds to bfloat16 in any dtyp
 
 @pytest.mark.parametrize("family", CASES)
 def test_forward_and_backward_equal_those_on_the_cpu(family, there, on_cpu, device, tiny_pipelines):
-    case = CASES[family]
-    settings = {
-        "folder": str(tiny_pipelines(family)),
-        "size": list(case.size),
-        "load_options": case.load_options,
-        "sigma": list(case.sigmas[0]),
-    }
+    settings = {"folder": str(tiny_pipelines(family)), "family": family}
     found, expected = there(passes, device=device, **settings), on_cpu(passes, device="cpu", **settings)
     assert found.keys() == expected.keys()
     assert len(found) > 10

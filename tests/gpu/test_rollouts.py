@@ -39,7 +39,10 @@ class Watched:
     def __init__(self, plan):
         self.plan = plan
 
-    def run(self, predict, noise, seeds, given=None):
+    def __getattr__(self, name):
+        return getattr(self.plan, name)
+
+    def denoise(self, predict, noise, seeds, conditioning_frames=None):
         import torch
 
         on_cuda = noise.device.type == "cuda"
@@ -50,7 +53,7 @@ class Watched:
             return predict(latents, sigma)
 
         try:
-            return self.plan.run(watched, noise, seeds, given)
+            return self.plan.denoise(watched, noise, seeds, conditioning_frames)
         finally:
             if on_cuda:
                 torch.cuda.set_sync_debug_mode("default")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from wfm_kernels import triton_backend
+from wfm_kernels import norm_triton, triton_backend
 
 SHAPE = (2, 4, 8)
 
@@ -37,7 +37,8 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0)
     recorder = Recorder(lambda: current[0])
-    monkeypatch.setattr(triton_backend, "kernels", recorder)
+    for module in (triton_backend, norm_triton):
+        monkeypatch.setattr(module, "kernels", recorder)
     yield recorder
     assert current == [0]
 
@@ -60,6 +61,12 @@ def operators(device):
             rows, None, x, x, x, x, rows, rows, None, empty(7, SHAPE[0]), 1.0
         ),
         "flow_noise": lambda: triton_backend.flow_noise(x, rows, seeds, None),
+        "rms_norm": lambda: norm_triton.rms_norm(x, None, 1e-6, True),
+        "rms_norm_backward": lambda: norm_triton.rms_norm_backward(x, x, empty(SHAPE[2]), 1e-6, True, True, True),
+        "layer_norm": lambda: norm_triton.layer_norm(x, x, x, 1e-6, True),
+        "layer_norm_backward": lambda: norm_triton.layer_norm_backward(x, x, x, 1e-6, True, True, True, False),
+        "gate_residual": lambda: norm_triton.gate_residual(x, x, x),
+        "gate_residual_backward": lambda: norm_triton.gate_residual_backward(x, x, x, True, True),
     }
 
 

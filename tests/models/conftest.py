@@ -2,7 +2,13 @@
 
 import pytest
 
-from families import load_tiny
+from families import load_tiny, small_sources
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resize_sources_to_small_images():
+    with small_sources():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from families import CASES, PROMPTS, each_family, load_reference_pipeline, load_
 from wfm_ds.models import registry
 from wfm_ds.sampling.latents import draw_cpu_normal
 
-FLOAT_TIMES = ("sd3", "wan21", "sana", "sana_video")
+FLOAT_TIMES = ("sd3", "wan21", "sana", "sana_video", "hunyuan_video15")
 # Required multiple of height and width, their maximum, the maximum number of frames, and the VAE's spatial factor.
 # A frame count of 4 k + 1 gives k + 1 latent frames. A token is a patch of 2 x 2 latents (SANA: one latent).
 SIZES = {
@@ -29,7 +29,7 @@ FRAMES = st.one_of(st.integers(-4, 140), st.integers(0, 7).map(lambda k: 4 * k +
 SIZE_ERROR = r"must be a multiple of|num_frames must be (1|4 \* k \+ 1)"
 EXPERTS = {"sd3": 1, "wan21": 1, "wan22": 2, "cosmos25": 1}
 # Step counts of the compared sigma grids. Qwen-Image's scheduler returns NaN for one step.
-GRIDS = {"flux2": (1, 4, 8, 50), "qwen_image": (2, 4, 10), "z_image": (1, 4, 10)}
+GRIDS = {"flux2": (1, 4, 8, 50), "flux_kontext": (1, 4, 10), "qwen_image": (2, 4, 10), "z_image": (1, 4, 10)}
 
 
 def draw_noise(model, family):
@@ -116,7 +116,7 @@ def test_a_shift_by_resolution_follows_the_pipeline(tiny_pipelines):
 
 
 @pytest.mark.slow
-@check_each("family", ["flux2", "qwen_image"])
+@check_each("family", ["flux2", "flux_kontext", "qwen_image"])
 def test_the_network_rounds_the_time_to_the_compute_dtype(tiny_pipelines, family):
     low = registry.load_model(tiny_pipelines(family), dtype=torch.bfloat16, device="cpu")
     noise = torch.randn(1, *low.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))

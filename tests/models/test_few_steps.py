@@ -41,8 +41,7 @@ def settings(subject, **keys):
 
 def validation_latents(subject, sampling):
     model, w = subject.model, sampling.guidance_scale
-    negative = model.format_prompt(model.resolve_negative_prompt(), *subject.size, negative=True)
-    uncond = model.encode_negative_text([negative] * 2) | subject.encode_required_inputs(model) if w > 1 else None
+    uncond = subject.encode_negative_prompt(model) if w > 1 else None
     text, grid = subject.encode_prompts(model, PROMPTS), model.evaluation_sigmas(sampling)
     return denoise_latents(model, subject.initial_noise(), text, grid, solver="ode", guidance_scale=w, uncond=uncond)
 
@@ -58,7 +57,8 @@ def plain_latents(subject, folder):
     pipeline = load_reference_pipeline(folder, subject.case)
     call = json.loads((folder / "call.json").read_text())
     call = {name: tuple(value) if name == "sigmas" else value for name, value in call.items() if name != "prompt"}
-    inputs = {n: v for n, v in subject.pipeline_call_kwargs(1.0).items() if n not in call and n != "guidance_scale"}
+    in_folder = {*call, "guidance_scale", "guider"}
+    inputs = {n: v for n, v in subject.pipeline_call_kwargs(1.0).items() if n not in in_folder}
     grid = range(call["num_inference_steps"] + 1)
     latents = run_reference_pipeline(pipeline, own_scheduler, grid, **inputs | call)
     return latents if subject.case.unpack_latents is None else subject.case.unpack_latents(subject.model, latents)

@@ -34,7 +34,7 @@ def test_the_shift_falls_with_the_steps(model):
 
 
 def test_positions_are_the_pipeline_s(pipeline):
-    text, image = token_positions(5, 2, 3, torch.device("cpu"))
+    text, image = token_positions(5, [(2, 3)], torch.device("cpu"))
     assert torch.equal(text, pipeline._prepare_text_ids(torch.zeros(1, 5, 7))[0])
     assert torch.equal(image, pipeline._prepare_latent_ids(torch.zeros(1, 4, 2, 3))[0])
 

@@ -245,8 +245,11 @@ def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
     assert site.sent == ["model_index.json"]
 
 
-def test_a_folder_has_priority_over_a_hub_id(tmp_path, monkeypatch, tiny_pipelines):
+def test_a_local_file_or_folder_has_priority_over_a_hub_id(tmp_path, monkeypatch, tiny_pipelines):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metadata.jsonl").touch()
+    assert not is_repo_id("data/metadata.jsonl")
     shutil.copytree(tiny_pipelines("sd3"), tmp_path / NAME)
     assert registry.resolve_pipeline(NAME) == Path(NAME)
     assert refusal(NAME, "main") == (
@@ -266,7 +269,9 @@ def test_a_folder_has_priority_over_a_hub_id(tmp_path, monkeypatch, tiny_pipelin
 def test_shipped_recipes_name_released_repositories_and_their_branch():
     models = [recipe_file.load_recipe(path).model for path in RECIPES.glob("*.yaml")]
     names = {(model.path, model.revision) for model in models if not model.path.startswith("Qwen/Qwen2.5-VL")}
-    for path, revision in names - {("models/Cosmos-Predict2.5-14B", None)}:  # only its original checkpoint is published
+    # Only the original checkpoints of these models are published.
+    original = {("models/Cosmos-Predict2.5-14B", None), ("models/Cosmos-Predict2.5-2B-action-cond", None)}
+    for path, revision in names - original:
         assert path in RELEASED_REPOS or path == "Qwen/Qwen3-VL-2B-Instruct"
         branch = RELEASED_REPOS.get(path)
         assert revision == branch if branch is not None else revision is None or hub.is_commit(revision)

@@ -212,6 +212,7 @@ def test_a_stored_text_length_that_is_no_length_is_an_error(folder, length):
 def test_loading_shows_no_bars_and_ignores_no_key(tiny_pipelines, family, capfd, caplog):
     folder = tiny_pipelines(family)
     capfd.readouterr()
+    caplog.clear()
     load(folder, **CASES[family].load_options)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from families import CASES, EXACT, PROMPTS, load_reference_pipeline
 from wfm_ds.export.target import ExportTarget
@@ -103,3 +104,22 @@ def test_one_step_of_the_stock_scheduler_is_not_a_number(model, pipeline):
     call = {"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 16, "output_type": "latent"}
     assert pipeline(PROMPTS[:1], true_cfg_scale=1, **call).images.isnan().all()
     assert model.sigmas(1, (4, 4, 4)).tolist() == [1.0, 0.0]
+
+
+class HostNumbers(TorchFunctionMode):
+    """Count the tensors that are created from Python numbers."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_network_creates_tensors_from_numbers_which_a_cuda_graph_cannot_record(load):
+    for family in ("qwen_image", "sd3"):
+        model = load(family)
+        noise, text = torch.zeros(1, *model.latent_shape(32, 32)), model.encode_text(PROMPTS[:1])
+        with torch.no_grad(), HostNumbers() as numbers:
+            model.denoise(noise, torch.ones(1), text)
+        assert (numbers.count == 0) == model.supports_cuda_graphs

@@ -56,8 +56,11 @@ def test_a_path_of_a_folder_is_returned_unchanged(tiny_pipelines):
         ("{}", "class None are not supported; supported: .*StableDiffusion3Pipeline"),
         (json.dumps({"_class_name": "FluxPipeline"}), "FluxPipeline are not supported"),
         (json.dumps({"_class_name": ["custom.py", "Mine"]}), "not supported"),
-        (json.dumps({"_class_name": "LTX2Pipeline"}), "not supported: their network denoises sound as a second stream"),
-        (json.dumps({"_class_name": "HunyuanVideo15Pipeline"}), "not supported: they generate only one video"),
+        (json.dumps({"_class_name": "LTX2ImageToVideoPipeline"}), "not supported: only the text-to-video pipeline"),
+        (
+            json.dumps({"_class_name": "HunyuanVideo15ImageToVideoPipeline"}),
+            "not supported: only the text-to-video pipeline of HunyuanVideo-1.5",
+        ),
     ],
 )
 def test_an_index_that_names_no_known_family_is_an_error(tmp_path, text, message):

@@ -101,7 +101,7 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
 
     def forward(purpose, *arguments):
         asked.append(arguments[3])
-        return model.denoise(*arguments)
+        return model.denoise(*arguments[:4])
 
     drawn = sampler(model, forward, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
     sigmas = model.sigmas(6, drawn.latent_shape)[:-1]

@@ -42,17 +42,18 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert f"\n{printed[-1]}\n" in page
     verdicts = [line.split()[0] for line in printed[:-1]]
     assert len(verdicts) == len(CHECKS)
-    assert verdicts.count("-") == 8  # no inputs, no conditioning frames, no embedded guidance
+    assert verdicts.count("-") == 10  # no inputs or images, no conditioning frames, no embedded guidance
     assert set(verdicts) == {"passed", "-"}
 
 
 def test_the_page_s_case_and_larger_weights_make_the_checks_of_packed_tokens_pass(folder, tiny_pipelines, capsys):
-    """The pipeline of FLUX.2-dev returns packed tokens."""
+    """The pipeline of FLUX.2-dev returns packed tokens. The page's case has no inputs, so this family has none."""
     blocks = [code("own_model.md", f"in {name}.py") for name in ("tiny_lumina", "my_lumina")]
-    (folder / "my_packed.py").write_text("\n".join(["from wfm_ds.models.flux2 import Flux2", *blocks]))
+    family = "from wfm_ds.models.flux2 import Flux2\nclass TextToImage(Flux2): input_specs = {}"
+    (folder / "my_packed.py").write_text("\n".join([family, *blocks]))
     scale_matrices = runpy.run_path(str(folder / "my_packed.py"))["scale_matrices"]
     pipeline = load_reference_pipeline(tiny_pipelines("flux2_dev"), Case())
-    words = ["my_packed:Flux2", "--tiny", str(folder / "packed"), "--case", "my_packed:CASE"]
+    words = ["my_packed:TextToImage", "--tiny", str(folder / "packed"), "--case", "my_packed:CASE"]
     for factor, outcome in (({"factor": 0.2}, 1), ({}, 0)):
         for network in (pipeline.transformer, pipeline.text_encoder):
             scale_matrices(network, **factor)

@@ -120,7 +120,7 @@ def test_samples_without_a_fitting_frame_are_refused(load, inputs, message):
 def test_nothing_is_denoised_without_an_image(load):
     model = load("wan21_i2v")
     latents = draw_cpu_normal([1], model.latent_shape(*SIZE))
-    with pytest.raises(ValueError, match=r"conditioning must hold .*image_channels.*image_embeds"):
+    with pytest.raises(ValueError, match=r"conditioning lacks .*image_channels.*image_embeds"):
         model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1]))
 
 

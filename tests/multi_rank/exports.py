@@ -114,9 +114,8 @@ def assert_draws(folder, base, family, *, frames, sample, steps, clip=None):
             told, more = CASES[family].conditioning_frames_call(base, pixels, 1)
             told.register_modules(transformer=pipe.transformer)
             pipe, call = told, more | call
-        drawn = run_reference_pipeline(
-            pipe, CASES[family], grid, output_type="pt", **model.pipeline_call_kwargs(1.0, *size), **call
-        )[0]
+        call |= model.pipeline_call_kwargs(1.0, *size) | {"guider": model.guider_config(1.0), "output_type": "pt"}
+        drawn = run_reference_pipeline(pipe, CASES[family], grid, **call)[0]
         shown = (255 * drawn.movedim(-4 if drawn.ndim == 4 else -3, -1)).round().to(torch.int16)
         assert shown.shape == frames.shape
         return (shown - torch.from_numpy(frames).to(torch.int16)).abs().max()

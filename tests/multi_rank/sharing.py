@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pages import code
 from wfm_ds.models.cosmos3_towers import GenerationTower
 from wfm_ds.models.cosmos25 import provide_torchvision_resize
+from wfm_ds.models.cosmos25_action_network import CosmosActionTransformer3DModel
 from wfm_ds.models.tiny import sizes as tiny_sizes
 from wfm_ds.ulysses.install import install_ulysses
 
@@ -100,6 +101,17 @@ def cosmos_image_inputs(draw, frames, height, width):
         "encoder_hidden_states": (inputs["encoder_hidden_states"], image),
         "timestep": torch.rand(2, generator=draw),
     }
+
+
+def cosmos_action_transformer(heads):
+    provide_torchvision_resize()
+    return CosmosActionTransformer3DModel(**{**tiny_sizes.COSMOS25_ACTIONS, "num_attention_heads": heads})
+
+
+def cosmos_action_inputs(draw, frames, height, width):
+    """Return inputs with one timestep per frame, and actions."""
+    actions = torch.randn(2, 4 * (frames - 1), 3, generator=draw)
+    return {**cosmos_inputs(draw, frames, height, width), "actions": actions}
 
 
 def cosmos3_transformer(heads):
@@ -215,6 +227,7 @@ CASES = {
         **VIDEO,
     ),
     "cosmos25": Case(build=cosmos_transformer, inputs=cosmos_inputs, **VIDEO),
+    "cosmos25, actions": Case(build=cosmos_action_transformer, inputs=cosmos_action_inputs, **VIDEO),
     "cosmos25, image embeddings, learnt positions": Case(
         build=lambda heads: cosmos_transformer(
             heads,

@@ -42,6 +42,7 @@ def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_re
     assert abs(shuffled["data/prompt_reward_std_mean"] - steps[0]["data/prompt_reward_std_mean"]) > 1e-3
 
 
+@pytest.mark.long
 def test_prompts_drawn_ahead_are_equal_on_each_rank_and_after_a_resume(train, two_ranks, tmp_path):
     train(two_ranks, "whole", *STALE)
     train(two_ranks, "parts", *STALE, "run.steps=3", "checkpoint.every=3")

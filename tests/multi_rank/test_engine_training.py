@@ -91,9 +91,10 @@ def test_offloaded_optimizer_trains_like_one_process(two_ranks):
     assert_equal_to_one_process(two_ranks.run(train_on_ranks, config="zero3_offload", lora=False), False)
 
 
-@pytest.mark.parametrize(("stage", "lora"), [("zero2", True), ("zero3", False)])
-def test_gradient_checkpointing_changes_nothing(two_ranks, stage, lora):
-    parts = two_ranks.run(train_on_ranks, config=stage, lora=lora, checkpointing=True)
+@pytest.mark.parametrize("checkpointing", [True, "attention"])
+@pytest.mark.parametrize(("stage", "lora"), [("zero1", False), ("zero2", True), ("zero3", False), ("zero3", True)])
+def test_gradient_checkpointing_changes_nothing(two_ranks, stage, lora, checkpointing):
+    parts = two_ranks.run(train_on_ranks, config=stage, lora=lora, checkpointing=checkpointing)
     assert_equal_to_one_process(parts, lora)
 
 

@@ -4,7 +4,7 @@ cases."""
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.resuming import records, tiny_recipe, train_on_rank, weights
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +48,11 @@ CASES = {
     ],
     "ram: two noise levels": ["sd3_ram", "engine.micro_batch_size=5"],
     "grpo: kl, guidance, two updates": ["sd3_flow_grpo", "engine.micro_batch_size=5"],
+    "grpo: kl, guidance, two updates, guidance of the rollout": [
+        "sd3_flow_grpo",
+        "engine.micro_batch_size=5",
+        "algorithm.reuse_guidance=true",
+    ],
     "grpo: recomputed probabilities, no guidance, no kl": [
         "sd3_flow_grpo",
         "algorithm.old_log_prob=recompute",
@@ -117,6 +122,28 @@ def test_distillation_does_the_predicted_forwards(case, one_rank, tiny_pipelines
     words = [*COMMON, *overrides]
     one_rank.run(train_on_rank, **tiny_recipe(name, tmp_path / "run", tiny_pipelines("sd3"), *words))
     assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1)
+
+
+def test_guidance_taken_from_the_rollout_gives_the_same_run(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    """The batches of rollouts and training have the same size, so both predict the same unconditional velocities."""
+    common = ["algorithm.kl_beta=0.1", "engine.micro_batch_size=4", "engine.max_forward_batch=4", "engine.guard=true"]
+    for kind, ranks in (("one", one_rank), ("two", two_ranks)):
+        for reuse in (False, True):
+            words = [*COMMON, *common, f"algorithm.reuse_guidance={str(reuse).lower()}"]
+            folder = tmp_path / f"{kind}{reuse}"
+            ranks.run(train_on_rank, **tiny_recipe("sd3_flow_grpo", folder, tiny_pipelines("sd3"), *words))
+        again, reused = ([{**line} for line in records(tmp_path / f"{kind}{reuse}")] for reuse in (False, True))
+        calls = [[line.pop("perf/forwards_uncond", None) for line in lines] for lines in (again, reused)]
+        assert all(new < old for old, new in zip(*calls, strict=True) if old is not None)
+        assert any(calls[0])
+        for lines in (again, reused):
+            for line in lines:
+                for name in [name for name in line if name.startswith("perf/")]:
+                    del line[name]
+        assert again == reused
+        old, new = (weights(tmp_path / f"{kind}{reuse}", 3) for reuse in (False, True))
+        assert old
+        assert all(tensor.equal(new[name]) for name, tensor in old.items())
 
 
 @pytest.mark.parametrize("case", DDRL)

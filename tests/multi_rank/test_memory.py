@@ -117,7 +117,8 @@ def train(engine, model, shape, num_terms):
 
 
 def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", side=64):
-    name = f"{family}-{config}-{'lora' if lora else 'full'}{'-checkpointed' * checkpointing}-{dtype}-{side}"
+    recomputed = {False: "", True: "-checkpointed", "attention": "-attention-kept"}[checkpointing]
+    name = f"{family}-{config}-{'lora' if lora else 'full'}{recomputed}-{dtype}-{side}"
     arguments = (family, config, lora, checkpointing, dtype, side)
     return pytest.param(*arguments, id=name)
 
@@ -134,6 +135,8 @@ def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", s
         case("sd3", "zero3"),
         case("sd3", "zero3", checkpointing=True, dtype="float32"),
         case("wan21", "zero2", checkpointing=True),
+        case("wan21", "zero2", checkpointing="attention", lora=True),
+        case("sd3", "zero3", checkpointing="attention"),
         case("wan21", "zero3", lora=True, side=96),  # fewer weights are gathered than the limit allows
         case("sana", "zero2"),
         case("sana", "zero1", lora=True, checkpointing=True),

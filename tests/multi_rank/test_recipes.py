@@ -31,6 +31,11 @@ TESTS = Path(__file__).parent.parent
 COLORS = TESTS.parent / "recipes" / "prompts" / "colors"
 OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # these also run in the default tier
 SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
+# The recipes for edits differ in few settings. Of these nine recipes, .ci/run runs only two.
+EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs and "/" not in name}
+# Recipes of demos that differ from another one only in the reward or in the number of steps.
+TWINS = {"digits/dmd2_one_step", "edits/nft_judge", "edits/nft_preservation", "long/nft_naive", "moving/nft_naive"}
+LONG = {*SHARDED, *EDITS, *TWINS} - {"qwen_image_edit_nft", "flux_kontext_flow_grpo"}
 # Kinds of runs without a shipped recipe.
 OTHERS = (
     "sana_wm_flow_grpo",
@@ -41,6 +46,8 @@ OTHERS = (
     "sd3_opd",
     "wan22_ti2v_flow_grpo",
     "wan21_video_sft",
+    "wan_vace_nft",
+    "wan_vace_sft",
 )
 SHORT = [
     "run.steps=2",
@@ -60,16 +67,20 @@ KINDS = [
     [("sft", "lora"), ("nft", "full"), *ADAPTERS],
 ]
 # Shipped recipes cover LoRA with NFT and Flow-GRPO; the matrix adds full SFT and its samples.
-FEW = {name: [("sft", "full")] for name in ("flux2", "qwen_image", "z_image")}
+FEW = {name: [("sft", "full")] for name in ("flux2", "flux_kontext", "qwen_image", "z_image")}
 FEW |= {"flux2_dev": []}  # differs from flux2 only in guidance and text encoder
-FEW |= {"digits": [], "moving": [], "world": []}  # the quickstart models are an SD3, a Wan 2.1 and a Cosmos3
+# The quickstart models are an SD3, a Wan 2.1, a Cosmos3 and a FLUX.2.
+FEW |= {"digits": [], "moving": [], "world": [], "edits": []}
 FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # need conditioning images; shipped recipes train them
-FEW |= {"sana_wm": []}  # needs cameras, which the matrix data lack; it has its own recipes
+FEW |= {"qwen_image_edit": [], "qwen_image_edit_plus": []}  # need source images, which the matrix data lack
+FEW |= {"ltx2": [("nft", "lora"), ("flow_grpo", "lora")]}  # only these algorithms train video with sound
+# These need cameras, control videos or actions, which the matrix data lack.
+FEW |= {"sana_wm": [], "wan_vace": [], "cosmos25_actions": []}
 # Losses do not depend on the family. In .ci/run, all algorithms train one family each of images, of videos and of two
-# experts.
+# experts. The other families train with SFT and, in shipped recipes, with NFT.
 ALWAYS = {"sd3", "cosmos3", "wan22"}
 MATRIX = [
-    pytest.param(*kind, family, marks=[] if kind[0] in ("sft", "nft") or family in ALWAYS else [pytest.mark.long])
+    pytest.param(*kind, family, marks=[] if kind[0] == "sft" or family in ALWAYS else [pytest.mark.long])
     for i, family in enumerate(FAMILIES)
     for kind in FEW.get(family, KINDS[i % 2])
 ]
@@ -107,12 +118,14 @@ def train_and_keep_pictures(recipe, overrides, kept):
 def media(tmp_path_factory):
     """Return {data.path in a recipe: folder with such data}."""
     from wfm_ds.demos.actions_data import write_clip as write_brightness_clip
+    from wfm_ds.demos.controls_data import write_controls
     from wfm_ds.demos.digits_data import write_digits
     from wfm_ds.demos.room_data import write_room
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")
     write_room(folder / "room")
+    write_controls(folder / "controls")
     (folder / "brightness").mkdir()
     for i in range(4):
         write_brightness_clip(folder / "brightness", i, wrong=0.0)
@@ -128,6 +141,8 @@ def media(tmp_path_factory):
         "outputs/clips.jsonl": clip_pairs(folder),
         "outputs/clips": folder / "clips",
         "outputs/room/clips": folder / "room" / "clips",
+        "outputs/controls/target": folder / "controls" / "target",
+        "outputs/controls/control": folder / "controls" / "control",
         "outputs/brightness/clips": folder / "brightness",
         "recipes/prompts/colors": COLORS,
     }
@@ -186,9 +201,10 @@ def train_tiny_on_rank(name, overrides):
     }
 
 
-def assert_tiny_trains(ranks, name, out):
+def assert_tiny_trains(ranks, name, out, *overrides):
     """Assert that a recipe trains two steps with --tiny, and that plain diffusers or transformers loads the export."""
     words = [f"run.output_dir={out}", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "logging.console=false"]
+    words += overrides
     outcome = ranks.run(train_tiny_on_rank, name=name, overrides=words)[0]
     assert (outcome["status"], outcome["step"]) == ("finished", 2)
     export, family = out / "safetensors" / "step_2", outcome["model"].removeprefix("tiny:")
@@ -207,7 +223,7 @@ def assert_tiny_trains(ranks, name, out):
 
 def choose_tier(name):
     """Return the marks of a run on one rank. Sharded recipes run on two ranks more often."""
-    return [pytest.mark.unit] if name in OFTEN else [pytest.mark.long] if name in SHARDED else []
+    return [pytest.mark.unit] if name in OFTEN else [pytest.mark.long] if name in LONG else []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=choose_tier(name)) for name in SHIPPED])
@@ -218,6 +234,11 @@ def test_a_shipped_recipe_trains_with_tiny_and_its_export_loads(name, one_rank, 
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_recipe_that_shards_its_model_or_samples_trains_with_tiny_on_two_ranks(name, two_ranks, tmp_path):
     assert_tiny_trains(two_ranks, name, tmp_path / "out")
+
+
+def test_actions_train_with_zero3_and_sequence_parallelism(two_ranks, tmp_path):
+    overrides = ("engine.deepspeed=zero3", "engine.sequence_parallel=2")
+    assert_tiny_trains(two_ranks, "cp_actions_sft", tmp_path / "out", *overrides)
 
 
 @pytest.mark.parametrize("name", OTHERS)

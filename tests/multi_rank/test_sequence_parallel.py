@@ -33,9 +33,12 @@ def test_a_replica_of_two_ranks_trains_like_one_process(two_ranks, assert_alike,
     assert_alike(two_ranks, "sd3", lora, config=config, sp=2)
 
 
+@pytest.mark.parametrize("checkpointing", [True, "attention"])
 @pytest.mark.parametrize(("config", "lora"), [("zero2", True), ("zero3", False)])
-def test_gradient_checkpointing_repeats_exchanges_and_changes_nothing(two_ranks, assert_alike, config, lora):
-    assert_alike(two_ranks, "sd3", lora, config=config, sp=2, checkpointing=True)
+def test_gradient_checkpointing_repeats_exchanges_and_changes_nothing(
+    two_ranks, assert_alike, config, lora, checkpointing
+):
+    assert_alike(two_ranks, "sd3", lora, config=config, sp=2, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_four_ranks_in_any_shape_train_like_one_process(four_ranks, assert_alike
 
 @pytest.mark.parametrize("family", ["sana_video", "wan21", "cosmos3"])
 def test_families_train_adapters_like_one_process(two_ranks, assert_alike, family):
-    assert_alike(two_ranks, family, True, config="zero2", sp=2)
+    assert_alike(two_ranks, family, True, config="zero2", sp=2, checkpointing="attention")
 
 
 @pytest.mark.parametrize("family", ["sana", "wan22_ti2v", "cosmos25"])

@@ -19,7 +19,7 @@ from wfm_ds.types import Prompt
 class Sent:
     """A reward client that stores the submitted batches."""
 
-    names = ("color",)
+    names, sound_rewards = ("color",), ()
 
     def __init__(self):
         self.batches = []

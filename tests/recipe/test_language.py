@@ -47,6 +47,7 @@ def test_the_stored_recipe_of_a_run_keeps_the_commit_of_its_hub_model(load):
 @check_each(
     ("override", "words"),
     [
+        ("model.gradient_checkpointing=attention", "attention is only for diffusion models: set it to true"),
         ("sampling.height=64", "vlm_sft does not read the section sampling: remove it"),
         ("rollout.group_size=4", "vlm_sft does not read the section rollout: remove it"),
         ("data.kind=paired", "lists and URLs are for webdataset and pairs"),

@@ -40,6 +40,8 @@ GRPO = {"algorithm": {"name": "flow_grpo"}, "sampling": {**BASE["sampling"], "so
 DDRL = {"algorithm": {"name": "ddrl"}, "sampling": {**BASE["sampling"], "solver": "edm_2ab"}}
 DPO = {"algorithm": {"name": "dpo"}, "data": {"kind": "pairs", "path": "pairs.jsonl"}}
 RECOMPUTED = {"algorithm": {"name": "flow_grpo", "old_log_prob": "recompute"}}
+REUSE = {"algorithm": {"name": "flow_grpo", "reuse_guidance": True}, "sampling": GRPO["sampling"]}
+GUIDED = REUSE | {"sampling": {**GRPO["sampling"], "guidance_scale": 2.0}}
 LORA = {"lora": {"rank": 4}}
 TE = "transformer_engine"
 
@@ -63,6 +65,16 @@ def async_fp8(**keys):
         (RL, LORA | rollout(merge_lora=True), None),
         (RL, rollout(merge_lora=True), "merge_lora: without a lora section there is nothing to merge: remove"),
         (RL, LORA | GRPO | rollout(merge_lora=True), "merge_lora: algorithm flow_grpo compares log-probabilities of r"),
+        # Guidance of the rollout must have run at all trained steps, on this rank.
+        (RL, GUIDED, None),
+        (RL, REUSE, r"reuse_guidance needs sampling\.guidance_scale above 1: remove one"),
+        (RL, GUIDED | rollout(mode="async"), r"reuse_guidance does not support rollout\.mode: async: remove one"),
+        (RL, GUIDED | rollout(max_refills=1), r"reuse_guidance does not support rollout\.max_refills"),
+        (
+            RL,
+            GUIDED | {"sampling": {**GUIDED["sampling"], "guidance": {"interval": [0.2, 1.0]}}},
+            r"reuse_guidance does not support sampling\.guidance\.interval",
+        ),
         # An fp8 base is frozen, and no LoRA can be merged into it.
         (RL, LORA | model(base_precision="fp8"), None),
         (RL, model(base_precision="fp8"), "fp8 is only for a frozen base: add a lora section"),
@@ -92,6 +104,14 @@ def async_fp8(**keys):
             "a graph cannot contain the communication",
         ),
         (RL, rollout(cuda_graph=True, mode="async") | {"engine": {"sequence_parallel": 2}}, None),
+        # Kept attention outputs need eager blocks.
+        (SFT, model(gradient_checkpointing="attention"), None),
+        (
+            SFT,
+            model(gradient_checkpointing="attention") | {"engine": {"compile": True}},
+            "gradient_checkpointing: attention does not see attention inside compiled blocks: set it to true, or",
+        ),
+        (SFT, model(gradient_checkpointing="mlp"), "gradient_checkpointing"),
         # Refills need prompts and colocated rollouts.
         (RL, rollout(max_refills=2) | DDRL, None),
         (RL, rollout(max_refills=2, mode="async"), "rollout.max_refills is only for colocated rollouts"),

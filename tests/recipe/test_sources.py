@@ -14,10 +14,13 @@ RECIPES = FOLDER.parent.parent / "recipes"
 SOURCES = yaml.safe_load((FOLDER / "sources.yaml").read_text())
 PROJECTS = (
     "Flow-Factory|UniRL|Cosmos-RL|cosmos-framework|VeRL-Omni|Pref-GRPO's|DiffSynth-Studio|NVlabs/Sana|FastVideo|FastGen|"
-    r"its repository|the repository of|\(arXiv \d+\.\d+"
+    r"Cosmos-H-Surgical-Simulator|its repository|the repository of|\(arXiv \d+\.\d+"
 )
 # These recipes take settings from another recipe; the header of that recipe names the project too.
-INDIRECT = {"cosmos3_nano_nft", "cosmos3_nano_actions_nft", "cosmos3_nano_history_nft", "cp_i2v_nft", "sana_wm_nft"}
+INDIRECT = {
+    *("cosmos3_nano_nft", "cosmos3_nano_actions_nft", "cosmos3_nano_history_nft"),
+    *("cp_i2v_nft", "cp_actions_nft", "sana_wm_nft"),
+}
 
 
 def read_header(name):

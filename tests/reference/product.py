@@ -26,6 +26,7 @@ class HostRewards:
     """Score samples on submission, in place of a reward client."""
 
     reference_rewards = ()
+    sound_rewards = ()
 
     def __init__(self, names):
         self.names, self.scores = names, {}

@@ -17,6 +17,7 @@ from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import NegativeText
+from wfm_ds.models.guidance import NEGATIVE_PASS
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
@@ -148,7 +149,7 @@ def test_each_expert_predicts_with_its_own_guidance_scale(tiny_pipelines):
             negative = model.denoise(latents, level, texts.encode([NegativeText("dull")] * 2), expert)
             want = negative + scale * (positive - negative)
             got = sampler.predict_velocity("policy", latents, level, conditions, expert)
-            joint = sampler.predict_joint_velocity("policy", latents, level, conditions, expert)
+            joint = sampler.predict_joint_velocity("policy", latents, level, conditions, expert, [NEGATIVE_PASS])
         assert (positive - negative).abs().max() > 1e-3
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(joint, want, rtol=1e-4, atol=1e-5)

@@ -62,6 +62,7 @@ def main():
 
         from benchmarks.rehearsal import runs
         from wfm_ds.distributed.world import World
+        from wfm_ds.engine.fused_norms import fuse_norms
 
         folder = Path(temporary)
         with runs.open_loop(record, "sd3_nft", [*SETTINGS, *runs.data_overrides("sd3_nft", folder)], folder) as loop:
@@ -84,6 +85,10 @@ def main():
             out["read_number"] = check_windows()
             step_with_hook(loop, record, copy_to_device)
             out["copy_to_device"] = check_windows()
+            fuse_norms(loop.job.engine.module)
+            record.clear()
+            loop.run_step()
+            out["fused norms"] = check_windows()
             out["mix_devices"] = catch_error(lambda: step_with_hook(loop, record, mix_devices, with_kwargs=True))
     out["undone"] = {
         "cuda": torch.cuda.is_available(),

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.rehearsal.__main__ import rehearse_in_subprocess
 
-DONE = {"training", "evaluation", "ode", "flow_sde", "edm_2ab", "encoding of media", "export", "checkpoint"}
+SOLVERS = {"ode", "flow_sde", "edm_2ab"}
+DONE = SOLVERS | {"training", "evaluation", "encoding of media", "export", "publication", "checkpoint"}
 # Family, ranks, run of families.RUNS, and the waits in the step's micro-steps: DeepSpeed's own, one for each backward.
 CASES = [
     pytest.param("sd3", 2, 7, 12, id="DDRL of a LoRA with sharded frozen weights"),

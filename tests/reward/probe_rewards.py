@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from wfm_ds.errors import RewardError
-from wfm_reward.base import Range, Reward
+from wfm_reward.base import ItemReward, Range, Reward
 
 
 class Brightness(Reward):
@@ -138,3 +138,33 @@ class DiesLoading(Brightness):
 
     def load(self):
         os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Sound(ItemReward):
+    """Returns the sample rate, and checksums of frames, sound and input images in `parts`."""
+
+    name, media_types, primary_output = "sound", frozenset({"video"}), "rate"
+    outputs = {"rate": Range(0.0, 1e6)}  # noqa: RUF012
+    needs_sound = sees_images = True
+
+    def score_item(self, item):
+        from reward_samples import checksum
+
+        arrays = {"frames": item.frames, "sound": item.sound, **item.images}
+        return item.score(item.sound_rate, **{name: checksum(array) for name, array in arrays.items()})
+
+
+class InputImages(ItemReward):
+    """Returns a checksum of the frames, the reference and each input image in `parts`."""
+
+    name, media_types, primary_output = "input_images", frozenset({"image", "video"}), "count"
+    outputs = {"count": Range(0.0, 4.0)}  # noqa: RUF012
+    sees_images = True
+
+    def score_item(self, item):
+        from reward_samples import checksum
+
+        arrays = {"frames": item.frames, **item.images}
+        if item.reference is not None:
+            arrays["reference"] = item.reference
+        return item.score(len(item.images), **{name: checksum(array) for name, array in arrays.items()})

@@ -21,11 +21,14 @@ from wfm_reward.rewards.ocr import edit_distance
 
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
 FOR_IMAGES |= {"pickscore", "clipscore", "aesthetic", "hpsv2", "hpsv3", "image_reward", "gen_eval", "unified_reward"}
-FOR_VIDEOS = {"moving", "nearest_clip", "motion", "video_align", "dance_grpo", "cosmos_reason1"}
+FOR_IMAGES |= {"preservation", "edit_judge", "edit_reward", "edited_digits", "seen_edited_digits"}
+FOR_VIDEOS = {"clap", "sound_match", "moving", "nearest_clip", "motion", "video_align", "dance_grpo", "cosmos_reason1"}
 FOR_VIDEOS |= {"action_following", "brightness", "camera_following", "consistency", "continuation", "seen_action"}
 BUILT_IN = FOR_IMAGES | FOR_VIDEOS | {"mock", "remote"}
 NEEDED = {  # options without a default
     "camera_following": {"url": "http://127.0.0.1:8000"},
+    "edit_judge": {"endpoint": "http://127.0.0.1:8000/v1", "model": "m"},
+    "edit_reward": {"code": "/code"},
     "remote": {"reward": "pickscore"},
     "unified_reward": {"endpoint": "http://127.0.0.1:8000/v1"},
     "cosmos_reason1": {"endpoint": "http://127.0.0.1:8000/v1"},

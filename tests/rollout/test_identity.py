@@ -73,6 +73,7 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
     assert digests(("model.embedded_guidance", 2.0))["model"] != trainer["model"]
     assert (digests(kernel="cudnn") == trainer) is same
     assert (digests(("engine.compile", True)) == trainer) is same
+    assert (digests(("engine.fused_norms", True)) == trainer) is same
     if not same:
         with pytest.raises(RecipeError, match=r"this worker's model\.attention and engine\.compile differ"):
             require_same_identity(trainer, digests(kernel="cudnn"))
@@ -88,3 +89,17 @@ def test_a_worker_without_histories_is_not_one_of_a_run_with_histories(tmp_path)
     require_same_identity(two, three)  # the number of clips is part of each task
     with pytest.raises(RecipeError, match=r"this worker's rollout\.history differ"):
         require_same_identity(two, plain)
+
+
+def test_a_worker_has_the_inputs_of_the_trainer(tmp_path):
+    """Otherwise its samples would lack a source image, without an error."""
+    files = SimpleNamespace(path=tmp_path, pipeline=SimpleNamespace(components={}))
+    path = Path(__file__).parent.parent / "recipes" / "sd3_nft.yaml"
+
+    def identity(*overrides):
+        return compute_identity(load_recipe(path, ["data.kind=folder", "data.path=.", *overrides]), files)
+
+    trainer = identity("data.inputs=[source, source_2]")
+    for words in (["data.inputs=[source]"], ["data.inputs=[source, source_2]", "data.source_size=stock"]):
+        with pytest.raises(RecipeError, match=r"this worker's data\.(inputs|source_size) differ"):
+            require_same_identity(trainer, identity(*words))

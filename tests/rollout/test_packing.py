@@ -148,6 +148,8 @@ def test_only_the_conditioning_frames_of_a_medium_are_sent(count):
 @pytest.mark.parametrize("given", [False, True])
 def test_inputs_travel_as_arrays_of_the_request(given):
     inputs = {"actions": np.float32([[0.1, -2], [3, 1e-7]]), "domain": np.array(4, np.float32)}
+    pixels = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    inputs |= {"source": pixels} if given else {"control": pixels[None]}
     data = torch.ones(2, 3, 4, 5) if given else None
     group = Group(prompt=Prompt(id="p", text="p", inputs=inputs), data=data, num_conditioning_frames=int(given))
     work = ChunkTask(4, plan_step_samples([group], group_size=2, step=4, run_seed=1))
@@ -158,8 +160,9 @@ def test_inputs_travel_as_arrays_of_the_request(given):
         name: array.tolist() for name, array in inputs.items()
     }
     assert (found.data is None, found.num_conditioning_frames) == (not given, int(given))
-    for wrong in (arrived[:1], [*arrived[:2], arrived[2].astype(np.float16)]):
-        with pytest.raises(ValueError, match=r"arrays for 3 rows|inputs must be float32"):
+    images = [*arrived[:3], arrived[3].astype(np.float32)]
+    for wrong in (arrived[:1], [*arrived[:2], arrived[2].astype(np.float16), arrived[3]], images):
+        with pytest.raises(ValueError, match=r"arrays for 4 rows|input (domain must be float32|\w+ must be uint8)"):
             ChunkTask.from_rows(rows, wrong)
 
 

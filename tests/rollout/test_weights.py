@@ -2,16 +2,20 @@
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from wfm_ds.engine.policies import Adapters
+from wfm_ds.errors import UserError
 from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weight_files import create_part_folders, plan_weight_files, write_weight_files
 from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.remote.publisher import PolicyManifest, list_policy_files, publications_folder
+from wfm_ds.rollout.remote.publisher import PolicyManifest, find_writers, list_policy_files, publications_folder
 from wfm_ds.rollout.remote.weights import PolicyWeights
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
@@ -27,7 +31,9 @@ def loaded(path, dtype=torch.float32):
 
 
 class Trained:
-    """Random weights of a denoiser, with the interface of an engine (checkpoint.export.TensorSource)."""
+    """Random weights of a denoiser, with the interface of an engine (TensorSource and ShardedSource)."""
+
+    rank = 0
 
     def __init__(self, path, seed, *, lora, **kinds):
         import peft
@@ -46,17 +52,27 @@ class Trained:
                 if name not in self.frozen and (not lora or ".default." in name):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
 
-    def iter_full_tensors(self, policy):
+    def iter_full_tensors(self, policy, dtype=torch.float32, owners=None):
         for name, tensor in self.model.denoiser.state_dict().items():
             if name not in self.frozen and (not self.uses_lora or ".default." in name):
-                yield name.replace(".default.", "."), tensor
+                yield (
+                    name.replace(".default.", "."),
+                    tensor.to(dtype) if self.rank == (owners or {}).get(name, 0) else None,
+                )
 
     def lora_config(self):
         return self.config if self.uses_lora else None
 
     def publish(self, folder, number, life="life"):
-        target = ExportTarget.from_model(self.model)
-        export_weights(target, self, folder, policy="old", dtype=self.model.dtype, is_main=True, trained_only=True)
+        target, settings = ExportTarget.from_model(self.model), {"policy": "old", "dtype": self.model.dtype}
+        if self.uses_lora:
+            export_weights(target, self, folder, is_main=True, for_workers=True, **settings)
+        else:
+            plan = plan_weight_files(target, self.model.dtype, range(3))
+            create_part_folders(target, plan, folder)
+            for self.rank in range(3):
+                write_weight_files(target, self, plan, folder, rank=self.rank, **settings)
+            self.rank = 0
         return PolicyManifest(life, number, str(folder), list_policy_files(folder))
 
 
@@ -171,3 +187,86 @@ def test_each_run_has_its_own_folder_for_published_weights(tmp_path):
     assert one != other
     assert folder("a/run", tmp_path / "policies") == one, "a later life of a run finds what an earlier one left"
     assert folder("a/run", "null") == tmp_path / "a" / "run" / "policy"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_write_equal_parts_of_the_rounded_weights(num_ranks, tiny_pipelines, tmp_path):
+    policy = Trained(tiny_pipelines("sd3"), 1, lora=False)
+    target, written, ranks = ExportTarget.from_model(policy.model), [], range(num_ranks)
+    plan = plan_weight_files(target, torch.bfloat16, ranks)
+    create_part_folders(target, plan, tmp_path / "v1")
+    for policy.rank in ranks:
+        settings = {"policy": "old", "dtype": torch.bfloat16, "rank": policy.rank}
+        written.append(write_weight_files(target, policy, plan, tmp_path / "v1", **settings))
+    assert [len(paths) for paths in written] == [1] * num_ranks
+    sizes = [path.stat().st_size for (path,) in written]
+    assert max(sizes) < 1.3 * min(sizes)
+    folder, tensors = tmp_path / "v1" / "transformer", {}
+    for (path,) in written:
+        tensors |= load_file(path)
+    wanted = {n: t for n, t in policy.model.denoiser.state_dict().items() if n not in policy.frozen}
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], tensor.to(torch.bfloat16)) for name, tensor in wanted.items())
+    names = {path.name for (path,) in written}
+    others = {"config.json"} | ({"diffusion_pytorch_model.safetensors.index.json"} if num_ranks > 1 else set())
+    assert {path.name for path in folder.iterdir()} == names | others
+
+
+def test_broken_weights_are_not_published(tiny_pipelines, tmp_path):
+    """Each fault is a UserError on its rank, and the rank takes the other tensors too, so that no other rank hangs."""
+    policy = Trained(tiny_pipelines("sd3"), 1, lora=False)
+    target = ExportTarget.from_model(policy.model)
+    plan = plan_weight_files(target, torch.bfloat16, [0])
+    tensors = [(name, t.clone()) for name, t in policy.iter_full_tensors("old")]
+    name, first = tensors[0]
+    infinite, wrong = first.clone(), first.flatten()[:1]
+    infinite.view(-1)[-1] = float("inf")
+    faults = {
+        "NaN or infinity": [(name, infinite), *tensors[1:]],
+        "contains NaN": [(name, first * float("nan")), *tensors[1:]],
+        "empty": [(name, first[:0]), *tensors[1:]],
+        "unexpected or duplicate": [tensors[0], *tensors],
+        "unexpected": [("other", first), *tensors],
+        "1 tensors of the denoiser were not exported": tensors[1:],
+        "could not be written": [(name, wrong), *tensors[1:]],
+    }
+    for i, (message, given) in enumerate(faults.items()):
+        num_read = 0
+
+        class Source:
+            def iter_full_tensors(self, policy, dtype, owners, given=given):
+                nonlocal num_read
+                for item in given:
+                    num_read += 1
+                    yield item
+
+        create_part_folders(target, plan, tmp_path / str(i))
+        with pytest.raises(UserError, match=message):
+            write_weight_files(target, Source(), plan, tmp_path / str(i), policy="old", dtype=torch.bfloat16, rank=0)
+        assert num_read == len(given)
+    with pytest.raises(UserError, match="free space or fix the folder"):
+        create_part_folders(target, plan, tmp_path / "0")
+
+
+def test_only_ranks_that_can_write_to_the_folder_write(tmp_path):
+    """Rank 1 has another file system, or sees the folder but cannot create files."""
+
+    def world(rank):
+        return SimpleNamespace(
+            rank=rank,
+            is_main=rank == 0,
+            broadcast=lambda value: "same",
+            run_checked=lambda work, on: work() if rank == 0 else None,
+            gather=lambda value: [True, value],
+        )
+
+    assert find_writers(world(0), tmp_path / "policy") == [0, 1]
+    assert list((tmp_path / "policy").iterdir()) == []
+    assert find_writers(world(1), tmp_path / "elsewhere") == [0]
+    probe = tmp_path / "shared" / "writers-same"
+    probe.mkdir(parents=True)
+    assert find_writers(world(1), tmp_path / "shared") == [0, 1]
+    assert find_writers(world(1), tmp_path / "shared") == [0]  # the file exists, so it cannot be created
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be written .*: fix the folder"):
+        find_writers(world(0), tmp_path / "file")

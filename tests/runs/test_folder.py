@@ -240,6 +240,7 @@ def test_only_keys_without_effect_on_training_may_change(recipe, run):
         *("run.steps=9", "logging.console=false", "validation.every=3", "checkpoint.every=1", "reward.timeout_s=7"),
         *("reward.functions.0.workers=2", "reward.functions.0.device='cuda:1'", "engine.deepspeed=zero3"),
         *("engine.micro_batch_size=1", "engine.sequence_parallel=2", "engine.compile=true", "model.attention=native"),
+        "engine.fused_norms=true",
     ):
         assert find_run_start(recipe(change), 2).step == 4, change
     for change, named in (

@@ -125,7 +125,7 @@ def test_the_model_is_called_once_per_step_at_the_exact_noise_level(solver):
     assert model.sigmas == sigmas[:-1].tolist()
 
 
-@check_each("noise", [torch.zeros(2, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()])
+@check_each("noise", [torch.zeros(2, 3, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()])
 def test_noise_that_is_not_float32_latents_is_refused(noise):
     with pytest.raises(ValueError, match="noise must be"):
         denoised(wavy, noise, shift_three(2), "ode")

@@ -64,7 +64,7 @@ def test_noise_follows_the_contract_and_is_written_into_the_latents(shape):
         ),
         (torch.zeros(2, 1, 3, 3).bfloat16(), torch.zeros(2, 1, 3, 3), torch.zeros(2), "float32"),
         (torch.zeros(2, 1, 3, 3).long(), torch.zeros(2, 1, 3, 3).long(), torch.zeros(2), "float32"),
-        (torch.zeros(2, 9), torch.zeros(2, 9), torch.zeros(2), r"\[B,C,h,w\]"),
+        (torch.zeros(2, 9, 1), torch.zeros(2, 9, 1), torch.zeros(2), r"\[B,C,h,w\]"),
         (torch.zeros(0, 1, 3, 3), torch.zeros(0, 1, 3, 3), torch.zeros(0), "non-empty"),
     ],
 )

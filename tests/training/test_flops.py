@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,8 @@ def test_backward_flops_are_two_forwards_minus_unneeded_input_gradients(model):
     assert flops.backward == 2 * flops.forward - 2 * sum(by_layer[name][0] for name in first)
     outside_blocks = 2 * sum(n for name, (n, _) in by_layer.items() if "transformer_blocks" not in name)
     assert flops.recompute == flops.forward - outside_blocks
+    kept = count_flops(model, SHAPE, model.encode_text(["a"]), checkpointing="attention")
+    assert kept == dataclasses.replace(flops, recompute=flops.recompute - attention_flops(model))
 
 
 def test_frozen_layers_pass_gradients_on_and_adapters_get_them_too(model):

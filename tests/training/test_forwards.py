@@ -174,13 +174,14 @@ def test_separate_data_adds_a_forward_to_each_micro_batch_with_data(first_only, 
     assert step_of(joint, step=2)["policy"].samples == forwards["policy"].samples
 
 
-def test_guidance_of_one_expert_is_counted_only_in_its_range():
-    recipe, sigmas = grpo(guidance=4.5), torch.linspace(1, 0, 11, dtype=torch.float64)
-    algorithm, guided = build_rl_algorithm(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10 levels
-    forwards = count_rl_step(recipe, derive_run_sizes(recipe, 1), algorithm, 1, guided=guided)
-    assert forwards["rollout"].samples == 24 * 14
-    assert forwards["uncond"].samples == math.ceil(forwards["policy"].samples * 0.4)
-    sampled = count_evaluation(recipe, 1, num_prompts=1, guided_steps=7)
+def test_guidance_in_an_interval_is_counted_only_in_its_range():
+    sampling = {"solver": "flow_sde", "guidance": {"interval": [0.65, 1]}}
+    recipe = rl({"name": "flow_grpo", "min_step_std": 0}, sampling, guidance=4.5)
+    algorithm = build_rl_algorithm(recipe, torch.linspace(1, 0, 11, dtype=torch.float64))
+    forwards = count_rl_step(recipe, derive_run_sizes(recipe, 1), algorithm, 1)
+    assert forwards["rollout"].samples == 24 * 14  # 4 of 10 levels
+    assert forwards["uncond"].samples == forwards["policy"].samples  # training runs the passes of all levels
+    sampled = count_evaluation(recipe, 1, num_prompts=1, others=[1] * 7 + [0] * 33)
     assert sampled == {"validation": ForwardCount(47, 47)}
 
 

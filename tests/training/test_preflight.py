@@ -331,6 +331,8 @@ def test_unsupported_bucket_sizes_are_refused_and_others_are_checked(sft, images
 
 
 FRAMES, LAYERS = "algorithm.max_num_conditional_frames", "lora.target_modules: "
+EDITS = ("data.kind=folder", "data.inputs=[source]")
+SEEN_EDITS = (*EDITS, "validation.held_out_rewards=[preservation]")
 
 
 @check_each(
@@ -342,8 +344,19 @@ FRAMES, LAYERS = "algorithm.max_num_conditional_frames", "lora.target_modules: "
         ("rl", "sd3", ["lora.target_modules=[to_q,pos_embed.proj]"], f"{LAYERS}pos_embed.proj is of type Conv2d, "),
         ("rl", "sd3", ["lora.modules_to_save=[nope]"], r"lora\.modules_to_save: no layer with weights ends with nope"),
         ("rl", "sd3", ["lora.modules_to_save=[norm_out]"], "norm_out contains .* these instead: norm_out.linear"),
+        *(
+            ("rl", family, ["rollout.cuda_graph=true"], rf"rollout\.cuda_graph: the network of {family} copies numbers")
+            for family in ("qwen_image", "qwen_image_edit_plus")
+        ),
         ("sft", "cosmos3", ["lora={modules_to_save: [action_proj_in]}"], "action_proj_in contains .*action_proj_in.fc"),
         ("sft", "sd3", [f"{FRAMES}=1"], "max_num_conditional_frames 1: sd3 supports 0 .*: change the range 0 to 1"),
+        ("sft", "flux2", [*SEEN_EDITS, "data.source_size=[32,64]"], r"\[32, 64\] has another .* size \[16, 16\], with"),
+        (
+            *("sft", "flux2", [*SEEN_EDITS, "data.source_size=[64,68]", "data.buckets=[[16,16],[16,32]]"]),
+            r"data.source_size \[64, 68\] has another aspect ratio than samples of size \[16, 32\]",
+        ),
+        ("sft", "flux2", [*SEEN_EDITS, "data.source_size=[64,68]"], None),
+        ("sft", "flux2", [*EDITS, "data.source_size=[32,64]", "validation.held_out_rewards=[color]"], None),
         ("ddrl", "sd3", [f"{FRAMES}=1"], "sd3 supports 0 conditioning latent frames: change the range 0 to 1"),
         ("ddrl", "sd3", ["sampling.s_churn=0"], r"steps \[0, 1, 2\] add no noise"),
         ("sft", "cosmos25", [f"{FRAMES}=1"], "leaves none of 1 latent frames to predict"),

@@ -98,7 +98,7 @@ def test_a_long_validation_shows_that_it_still_runs_and_its_remaining_time(monke
 
     def generate(*_, **__):
         wait_for(f"generating validation samples: {next(waits)}")
-        yield SimpleNamespace(pixels=np.zeros((1, 2, 2, 3), np.uint8))
+        yield SimpleNamespace(pixels=np.zeros((1, 2, 2, 3), np.uint8), sound=None)
 
     monkeypatch.setattr("wfm_ds.training.validation.generate_clips", generate)
     validation.loss = SimpleNamespace(measure_loss=measure_loss)

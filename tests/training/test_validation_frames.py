@@ -57,6 +57,7 @@ def load_samples(recipe, model, monkeypatch):
     )
     world = SimpleNamespace(
         is_leader=True,
+        sp_size=1,
         device=model.device,
         run_checked=lambda function, on: function(),
         broadcast_in_replica=lambda value: value,

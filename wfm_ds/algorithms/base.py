@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.algorithms import RlSettings, RolloutSettings
-from wfm_ds.sampling.latents import free_frame_mask
+from wfm_ds.sampling.latents import StreamWeights, free_frame_mask
 from wfm_ds.sampling.plan import apply_shift
 from wfm_ds.seeds import draw_permutation, draw_uniform
 from wfm_ds.types import DEFAULT_ADAPTER, ConditioningFrames, Prompt
@@ -51,9 +51,23 @@ class LossTermBatch:
     prompts: Sequence[Prompt]  # encoded just before the forward pass, so that embeddings are not stored per noise level
     conditioning_frames: ConditioningFrames | None = None
     group_statistics: Tensor | None = None  # [B], see RlAlgorithm.group_statistics
+    passes: Mapping[str, Tensor] = field(default_factory=dict)
+    """{guidance pass: its prediction [B, ...] by the trained policy before this optimizer step}. Empty: training runs
+    these passes itself."""
+    stream_weights: StreamWeights | None = None  # see RlAlgorithm.stream_weights
 
     @property
     def loss_mask(self) -> Tensor | None:
+        """Weights of the elements in means over a sample (see sample_mean): `frame_mask`, or [1,N] for several streams.
+
+        None: all elements have equal weights.
+        """
+        if self.stream_weights is not None:
+            return self.stream_weights.element_weights(self.latents.device)
+        return self.frame_mask
+
+    @property
+    def frame_mask(self) -> Tensor | None:
         """Mask [B,1,T,1,1]: 0 on conditioning frames, 1 on other frames. None in runs without conditioning frames."""
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
@@ -110,6 +124,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     uses_old_predictions = False
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
+    keeps_passes = False
+    """Whether rollouts keep the predictions of their guidance passes for the first optimizer step."""
     uses_group_statistics = False
     """Whether the loss of a term depends on sums over its group, which the trainer computes with `group_statistics`."""
 
@@ -122,6 +138,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
         num_frames = self.settings.conditioning_frame_range
+        sizes = {} if model is None else model.stream_sizes(recipe.sampling)
+        self.stream_weights = choose_stream_weights(getattr(self.settings, "stream_weights", "elements"), sizes)
         self.uses_conditioning_frames = (num_frames if model is None else model.clean_frame_range(num_frames))[1] > 0
 
     @abstractmethod
@@ -214,6 +232,19 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log warnings about the metrics of an optimizer step."""
+
+
+def choose_stream_weights(
+    setting: Literal["equal", "elements"] | Mapping[Any, float], sizes: Mapping[str, int]
+) -> StreamWeights | None:
+    """Return the weights of the model's streams in means over a sample. None: all elements have equal weights.
+
+    setting: algorithm.stream_weights. sizes: {stream: number of elements}, {} for a single stream.
+    """
+    if not sizes or setting == "elements":
+        return None
+    weights = [1.0 if isinstance(setting, str) else setting.get(name, 1.0) for name in sizes]
+    return StreamWeights(tuple(sizes.values()), tuple(weight / sum(weights) for weight in weights))
 
 
 def split_over_updates(

@@ -5,8 +5,9 @@ The loss moves the velocity towards samples with a high reward and away from sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from torch import Tensor
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.recipe.algorithms import NftAlgorithm
-from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.latents import StreamWeights, require_latents, require_vectors, sample_mean
 from wfm_kernels import nft_loss as fused_nft_loss
 
 if TYPE_CHECKING:
@@ -99,6 +100,25 @@ def nft_loss(
     return loss_B, {tag: value.detach() for tag, value in stats.items()}
 
 
+def average_streams(
+    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], latents: Mapping[str, Tensor], streams: StreamWeights
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weighted means of the losses and metrics of all streams, and maxima of metrics that are maxima.
+
+    loss: function of `latents` [B,N], which returns the same as `nft_loss`. It divides by the mean error, so its value
+    is not a mean over elements.
+    """
+    parts = {name: streams.split(tensor) for name, tensor in latents.items()}
+    results = [loss(**{name: part[i] for name, part in parts.items()}) for i in range(len(streams.sizes))]
+    loss_B = torch.stack([w * one for w, (one, _) in zip(streams.weights, results, strict=True)]).sum(0)
+    stats = {}
+    for tag in results[0][1]:
+        values = torch.stack([metrics[tag] for _, metrics in results])
+        weights = values.new_tensor(streams.weights).view(-1, 1)
+        stats[tag] = values.amax(0) if tag.endswith("_max") else (weights * values).sum(0)
+    return loss_B, stats
+
+
 def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_clip_max: float) -> Tensor:
     """Return the reward weights clip(A/(2*adv_clip_max) + 1/2, 0, 1) of advantages A, [B] float32 on the CPU.
 
@@ -149,18 +169,23 @@ class DiffusionNft(ForwardProcess):
         )
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        loss_B, stats = nft_loss(
-            velocity,
-            references.get("old", velocity),
-            batch.clean_latents,
-            batch.noise,
-            batch.sigma,
-            batch.credit,
+        loss = functools.partial(
+            nft_loss,
+            sigma=batch.sigma,
+            reward_weight=batch.credit,
             beta=self.settings.beta,
             adv_clip_max=self.settings.adv_clip_max,
             kl_beta=self.settings.kl_beta,
-            ref_velocity=references.get("ref"),
-            mask=batch.loss_mask,
+            mask=batch.frame_mask,
+        )
+        latents: dict[str, Any] = {
+            "velocity": velocity,
+            "old_velocity": references.get("old", velocity),
+            "clean_latents": batch.clean_latents,
+            "noise": batch.noise,
+        } | ({"ref_velocity": references["ref"]} if "ref" in references else {})
+        loss_B, stats = (
+            loss(**latents) if batch.stream_weights is None else average_streams(loss, latents, batch.stream_weights)
         )
         return loss_B, dict(stats)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,6 +152,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
         self.keep_means = (self.compares_means and with_rollout) or (self.uses_divergence and self.drops_stale_terms)
+        self.keeps_passes = s.reuse_guidance
         all_noisy = plan_without_window(self.sampling, sigmas, gaussian=s.log_prob == "gaussian")
         self.table, self.steps = all_noisy.table, all_noisy.steps
         self._check_step_noise()
@@ -171,7 +172,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             )
 
     def plan(self, step: int) -> SamplingPlan:
-        return rollout_plan(
+        plan = rollout_plan(
             self.sampling,
             self.grid,
             run_seed=self.run_seed,
@@ -180,6 +181,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             keep_means=self.keep_means,
             gaussian=self.settings.log_prob == "gaussian",
         )
+        return replace(plan, stream_weights=self.stream_weights)
 
     def updates(
         self, rollouts: StepSamples, advantages: Sequence[float | None], step: int
@@ -226,6 +228,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             weight=weight,
             prompts=[rollouts[t.row].prompt for t in terms],
             conditioning_frames=self.conditioning_frames([rollouts[t.row] for t in terms], device),
+            stream_weights=self.stream_weights,
             next_latents=torch.stack([t.next_latents for t in transitions]),
             coefficients=copy_to_device(coefficients, device),
             dt=dt_B,
@@ -236,6 +239,10 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             rollout_log_prob=torch.stack([t.log_prob for t in transitions]),
             rollout_mean=torch.stack(means) if means else None,
             is_first_update=terms[0].is_first_update,
+            passes={
+                name: torch.stack([t.passes[name] for t in transitions])
+                for name in (transitions[0].passes if terms[0].is_first_update else ())
+            },
         )
 
     def loss(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:

@@ -129,6 +129,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
             weight=weight,
             prompts=[s.prompt for s in samples],
             conditioning_frames=self.conditioning_frames(samples, device),
+            stream_weights=self.stream_weights,
             clean_latents=clean,
             noise=noise,
             credit=credit,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.recipe.algorithms import SupervisedSettings
-from wfm_ds.sampling.latents import require_latents, sample_mean
+from wfm_ds.sampling.latents import StreamWeights, require_latents, sample_mean
 
 
 class SupervisedAlgorithm(ABC):
@@ -44,12 +44,17 @@ class SupervisedAlgorithm(ABC):
 
 
 def velocity_errors(
-    velocity: Tensor, clean_latents: Tensor, noise: Tensor, conditioning_mask: Tensor | None = None
+    velocity: Tensor,
+    clean_latents: Tensor,
+    noise: Tensor,
+    conditioning_mask: Tensor | None = None,
+    stream_weights: StreamWeights | None = None,
 ) -> Tensor:
     """Return mean((velocity - (noise - clean_latents))^2) of each sample, [B].
 
-    Latents and velocity are [B,C,h,w] or [B,C,T,h,w] float32. conditioning_mask: [B,1,T,1,1] float32, 1 on conditioning
-    frames, which are excluded from the mean. Raises ValueError for other shapes and dtypes.
+    Latents and velocity are [B,C,h,w], [B,C,T,h,w] or, for several streams, [B,N] float32. conditioning_mask:
+    [B,1,T,1,1] float32, 1 on conditioning frames, which are excluded from the mean. stream_weights: weights of the
+    streams in the mean. Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, clean_latents=clean_latents, noise=noise)
     square_error = (velocity - (noise - clean_latents)).square()
@@ -57,4 +62,6 @@ def velocity_errors(
         raise ValueError(
             f"conditioning_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(conditioning_mask.shape)}"
         )
+    if stream_weights is not None:
+        return sample_mean(square_error, stream_weights.element_weights(velocity.device))
     return sample_mean(square_error, None if conditioning_mask is None else 1 - conditioning_mask)

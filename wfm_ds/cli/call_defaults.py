@@ -20,7 +20,7 @@ LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
 
 
 def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Set the sampling options that the user omitted, and return the content of call.json.
+    """Set the sampling options that the user omitted, and return the content of call.json (see read_call_defaults).
 
     repo: the base model as the user named it. pipeline: folder of the base model. folders: LoRA and pipeline folders;
     the first one with a call.json is used. An option that call.json does not set gets the default of recipes, except
@@ -30,11 +30,11 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
     """
     from wfm_ds.export.pipeline_folder import CALL_FILE, read_index
     from wfm_ds.models import registry
-    from wfm_ds.models.assets.loading import read_call_json, read_max_sequence_length
+    from wfm_ds.models.assets.loading import read_call_defaults, read_max_sequence_length
     from wfm_ds.models.assets.released_repos import FEW_STEP_REPOS
 
     folder = next((folder for folder in folders if (folder / CALL_FILE).is_file()), pipeline)
-    call = read_call_json(folder)
+    call = read_call_defaults(folder)
     family, index = registry.find_family(pipeline, args.family), read_index(pipeline)
     try:
         settings = read_levels(call)

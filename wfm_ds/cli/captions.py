@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.caption_table import read_rows
-from wfm_ds.data.captioned_folder import MEDIA_FOLDERS, files_below
+from wfm_ds.data.captioned_folder import MEDIA_FOLDERS
+from wfm_ds.data.file_lists import files_below
 from wfm_ds.data.folder_layout import is_lerobot
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError

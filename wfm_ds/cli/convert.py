@@ -1,7 +1,8 @@
 """`wfm convert`: convert checkpoints to diffusers files, and LoRAs between layouts. Needs no GPU.
 
 Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
-diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from.
+diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, NVIDIA's checkpoint of Cosmos-Predict2.5 with actions
+(*.pt), or a pipeline to extract a LoRA from.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def parser() -> CommandParser:
         description="Convert a checkpoint to a LoRA or a pipeline folder that diffusers loads.",
         epilog="Example: %(prog)s outputs/run/checkpoints/step_400 exported --policy train",
     )
-    p.add_argument("checkpoint", help="checkpoints/step_N of a run, a LoRA folder or file, a pipeline, or s3://...")
+    p.add_argument(
+        "checkpoint", help="checkpoints/step_N of a run, a LoRA folder or file, a pipeline, NVIDIA's *.pt, or s3://..."
+    )
     p.add_argument("out", type=Path, help="a new folder or an export to replace; for kohya and comfyui a new file")
     p.add_argument("--policy", help="train, ema or old (default: ema if the run had one, else train)")
     p.add_argument(
@@ -53,7 +56,13 @@ def parser() -> CommandParser:
     )
     p.add_argument("--rank", type=int, help="maximum rank of an extracted LoRA")
     p.add_argument("--energy", type=float, help="fraction of each layer's squared change to extract, e.g. .99")
-    p.add_argument("--base", type=Path, metavar="PIPELINE", help="the base pipeline, if it was moved")
+    p.add_argument("--base", type=Path, metavar="PIPELINE", help="the base pipeline, for *.pt or if it was moved")
+    p.add_argument(
+        "--action-dim",
+        type=int,
+        metavar="N",
+        help="add untrained layers for actions of N numbers to the Cosmos-Predict2.5 pipeline CHECKPOINT",
+    )
     p.add_argument("--trust-pickle", action="store_true", help="read a DeepSpeed checkpoint, which can run code")
     return p
 
@@ -103,6 +112,8 @@ def convert_checkpoint(args: argparse.Namespace) -> str:
     if (checkpoint := store.read_checkpoint(source)) is not None:
         is_plain = args.layout in (None, "diffusers") and not args.bake_alpha
         return export_run(checkpoint, args) if is_plain else convert_run_lora(checkpoint, args)
+    if args.action_dim is not None or (source.suffix == ".pt" and source.is_file()):
+        return write_action_pipeline(source, args)
     if (source / store.COMPLETE).exists():
         raise UserError(f"{source} is damaged: {store.find_flaw(source)}; choose another checkpoint")
     if checkpoint_weights.is_deepspeed_checkpoint(source):
@@ -203,6 +214,28 @@ def require_no_policy(policy: str | None, path: Path) -> None:
 def require_float32(dtype: str | None) -> None:
     if dtype is not None:
         raise UserError("LoRAs are always written in float32: omit --dtype, or add --merge")
+
+
+def write_action_pipeline(source: Path, args: argparse.Namespace) -> str:
+    """source: NVIDIA's checkpoint or, with --action-dim, a Cosmos-Predict2.5 pipeline."""
+    import torch
+
+    from wfm_ds.export import cosmos_actions
+    from wfm_ds.export.loading_code import loading_lines
+
+    require_no_policy(args.policy, source)
+    if args.merge or args.layout is not None or args.bake_alpha:
+        raise UserError(f"{source} is not a LoRA: omit --merge, --layout and --bake-alpha")
+    dtype = getattr(torch, args.dtype or "bfloat16")
+    if args.action_dim is not None:
+        if args.action_dim < 1 or args.base is not None:
+            raise UserError("--action-dim must be at least 1, and CHECKPOINT is the base pipeline: omit --base")
+        folder = cosmos_actions.add_action_layers(source.absolute(), args.out, args.action_dim, dtype)
+    elif args.base is None:
+        raise UserError(f"{source} has only the network: set --base to a folder of Cosmos-Predict2.5 of the same size")
+    else:
+        folder = cosmos_actions.convert_action_checkpoint(source, args.base.absolute(), args.out, dtype)
+    return f"wrote {folder}; load it with:\n{loading_lines(folder, folder, lora=False)}"
 
 
 def convert_lora(path: Path, args: argparse.Namespace) -> str:

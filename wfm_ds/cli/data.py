@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.data.folder import load_folder
     from wfm_ds.data.folder_layout import demo_command, detect_layout, is_lerobot
+    from wfm_ds.data.media_inputs import ANY_INPUTS
     from wfm_ds.recipe.data import DataRecipe
     from wfm_ds.storage.filesystem import is_remote, is_repo_id
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         return
     layout = detect_layout(folder)
     recipe = DataRecipe(kind="folder", path=str(folder), prompt=args.prompt, caption_column=args.caption_column)
-    dataset = load_folder(recipe, folder, layout)
+    dataset = load_folder(recipe, folder, layout, ANY_INPUTS)
     lines = [f"{dataset.source}: {LAYOUT_NAMES[layout.kind]} ({layout.sign})", *summary_lines(dataset)]
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -93,11 +94,24 @@ def describe_size(feature: Mapping[str, Any]) -> str:
     return f"{sizes.get('width', '?')} x {sizes.get('height', '?')}"
 
 
+def describe_images(dataset: SampleSet) -> list[str]:
+    """Return a line with the number of samples that have each input image or video, or [] if none has one."""
+    from wfm_ds.types import CONTROL, CONTROL_MASK, MASK, SOURCE, SOURCES
+
+    counts = Counter(name for sample in dataset.samples for name in sample.images)
+    shared = [name for name in (*SOURCES, CONTROL, CONTROL_MASK) if counts[name] == len(dataset.samples)]
+    keys = [f"data.inputs: [{', '.join(shared)}]"] if shared else []
+    keys += [f"data.reward_inputs: [{MASK}]"] if SOURCE in shared and counts[MASK] == len(dataset.samples) else []
+    advice = f"; to use them, set {' and '.join(keys)}" if keys else ""
+    return [f"{', '.join(f'{counts[name]} {name}' for name in sorted(counts))}{advice}"] if counts else []
+
+
 def summary_lines(dataset: SampleSet) -> list[str]:
     from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
 
     kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in dataset.samples)
     lines = [f"samples    {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"]
+    lines += [f"inputs     {text}" for text in describe_images(dataset)]
     lines += [f"note       {note}" for note in dataset.notes]
     lines += [f"skipped    {len(names)}, {REASONS[why]}, e.g. {names[0]}" for why, names in dataset.bad.items()]
     examples = dataset.samples[:: max(1, len(dataset.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]

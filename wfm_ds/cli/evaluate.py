@@ -70,12 +70,18 @@ def parser() -> CommandParser:
         "(safetensors/step_N, ../lora, s3://...) or runs. For a single LoRA or run, the base is added automatically",
     )
     source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", metavar="FILE", type=Path, help="one prompt per line (.txt), or .jsonl")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="one prompt per line (.txt), or .jsonl, which may name images to edit",
+    )
     source.add_argument(
         "--data",
         metavar="RECIPE",
         type=Path,
-        help="the validation data of a recipe: first frames, actions, camera paths, and recordings to compare with",
+        help="the validation data of a recipe: images to edit, first frames, actions, camera paths, and recordings to "
+        "compare with",
     )
     p.add_argument(
         "--rewards",
@@ -160,10 +166,10 @@ def run(args: argparse.Namespace) -> int:
         data = None if data_recipe is None else EvaluationData.load(data_recipe, args)
         if data is not None:
             prompts = data.data.validation_prompts
-        functions = select_functions(args, entries, prompts, data)
+        functions = select_functions(args, entries, prompts, data, list_inputs(args, prompts, data))
         if data is None:
             for entry in entries:
-                check_text_only(args, entry)
+                check_prompt_inputs(args, entry, prompts)
         evaluation = evaluate_models(args, entries, prompts, functions, data)
     write_report(args.out, evaluation)
     return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
@@ -194,7 +200,7 @@ def evaluate_models(
             with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
                 sys.stderr.write(f"loading {entry.argument}\n")
                 options = {"model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
-                inputs = () if data is None else data.recipe.data.inputs
+                inputs = list_inputs(args, prompts, data)
                 sampler = load_sampler(argparse.Namespace(**{**vars(args), **options}), inputs)
                 sampler.model.check_prompts([prompt.text for prompt in prompts])
                 samples = choose_samples(args, sampler, prompts, data)
@@ -225,10 +231,12 @@ def evaluate_models(
 def choose_samples(
     args: argparse.Namespace, sampler: Sampler, prompts: Sequence[Prompt], data: EvaluationData | None
 ) -> ValidationSamples:
+    from wfm_ds.runs.generation_inputs import find_prompt_images, load_prompt_images
     from wfm_ds.training.validation_frames import ValidationSamples
 
     if data is not None:
         return data.choose_samples(sampler)
+    prompts = load_prompt_images(sampler, prompts, find_prompt_images(prompts, args.prompts))
     return ValidationSamples(prompts=prompts, layout=choose_layout(sampler, args.clips))
 
 
@@ -242,12 +250,25 @@ def sampling_settings(args: argparse.Namespace, sampler: Sampler) -> dict[str, s
     }
 
 
-def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
+def list_inputs(args: argparse.Namespace, prompts: Sequence[Prompt], data: EvaluationData | None) -> list[str]:
+    """Return the names of the inputs that all samples have, in addition to texts and frames."""
+    from wfm_ds.runs.generation_inputs import find_prompt_images
+
+    if data is not None:
+        return [*data.recipe.data.inputs, *data.recipe.data.reward_inputs]
+    return list(find_prompt_images(prompts, args.prompts)[0])
+
+
+def check_prompt_inputs(args: argparse.Namespace, entry: EvaluatedModel, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError unless the inputs that the prompt file provides fit the model."""
     from wfm_ds.models import registry
+    from wfm_ds.runs.generation_inputs import check_source_inputs
+    from wfm_ds.types import SOURCES
 
     folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
     family = registry.find_family(folder, args.family)
-    needs = [name for name, spec in family.input_specs.items() if spec.required]
+    check_source_inputs(family, entry.argument, list_inputs(args, prompts, None), str(args.prompts))
+    needs = [name for name, spec in family.input_specs.items() if spec.required and name not in SOURCES]
     needs += ["a first frame"] if family.needs_first_frame(folder) else []
     if needs:
         raise UserError(
@@ -319,6 +340,7 @@ def measure_model(
         samples=scores,
         diversity=prompt_diversity(vectors, args.seeds) if args.seeds > 1 else None,
         clips=by_clip if args.clips > 1 or samples.recordings is not None else (),
+        images=[{name: f"{entry.name}/{file}" for name, file in line.get("images", {}).items()} for line in lines],
     )
 
 

@@ -28,12 +28,15 @@ MAX_SCORING_BATCH = 16  # samples or clips per reward request
 
 
 def load_data_recipe(path: Path) -> Recipe:
-    """Load the recipe that --data names. Raises UserError if its validation samples are texts without frames."""
+    """Load the recipe that --data names. Raises UserError if its validation samples are only texts."""
     from wfm_ds.recipe.file import load_recipe
 
     recipe = load_recipe(path)
-    if recipe.algorithm.conditioning_frame_range[1] == 0 or recipe.validation.prompts is not None:
-        raise UserError(f"--data: the validation samples of {path} have no frames; use --prompts")
+    has_images = recipe.algorithm.conditioning_frame_range[1] > 0 or recipe.data.media_inputs
+    if not has_images or recipe.validation.prompts is not None:
+        raise UserError(
+            f"--data: the validation samples of {path} have no frames, input images or videos; use --prompts"
+        )
     return recipe
 
 
@@ -70,8 +73,9 @@ class EvaluationData:
         framing = validation_frames.validation_framing(recipe, model, layout, covers_samples=True)
         samples = validation_frames.choose_validation_samples(recipe, model, self.data, framing, layout)
         encode = functools.partial(validation_frames.encode_media, model, framing)
+        uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
         return validation_frames.ValidationSamples.from_data(
-            recipe, sampler, samples, framing, layout, encode, keeps_recordings=True
+            recipe, sampler, samples, framing, layout, encode, keeps_recordings=uses_frames
         )
 
 
@@ -106,6 +110,7 @@ class SampleScoring:
                 pixels=clip.pixels,
                 is_finite=clip.is_finite,
                 recorded=self._recorded[1],
+                sound=clip.sound,
             )
             for k, clip in enumerate(clips)
         ]

@@ -28,6 +28,7 @@ SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling` that provi
     "solver": "eval_solver",
     "guidance": "guidance_scale",
     "guidance_low": "guidance_scale_low",
+    "guidance_settings": "guidance",
     "guidance_batch": "guidance_batch",
     "negative_prompt": "negative_prompt",
 }
@@ -35,6 +36,7 @@ MODEL_OPTIONS = (
     *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
     "embedded_guidance",
 )
+
 MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by default
 
 
@@ -50,10 +52,12 @@ def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], re
 
     defaults = argparse.ArgumentParser()
     add_sampling_options(defaults)
-    values: dict[str, Any] = {name: defaults.get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
+    names = (*SAMPLING_OPTIONS, *MODEL_OPTIONS, "source_size")
+    values: dict[str, Any] = {name: defaults.get_default(name) for name in names}
     if recipe is not None:
         values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
         values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
+        values["source_size"] = recipe.data.source_size
         is_even = (args.grid or values["grid"]) == "even"
         if not is_even:  # the recipe's shift then applies only to rollouts
             values["shift"] = None
@@ -82,11 +86,13 @@ def select_functions(
     entries: Sequence[EvaluatedModel],
     prompts: Sequence[Prompt],
     data: EvaluationData | None = None,
+    inputs: Sequence[str] = (),
 ) -> dict[str, RewardFunction]:
     """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
     The default of --rewards and all reward options come from the runs. If the runs have no rewards, they come from the
     recipe that --data names. If that recipe has none either, videos with recordings are scored by `continuation`.
+    inputs: names of the inputs that all samples have.
 
     Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for the same
     reward, or if a held-out reward was used for training.
@@ -95,6 +101,7 @@ def select_functions(
     from wfm_ds.recipe.sections import RewardFunction
     from wfm_ds.training.reward_checks import check_reward_needs
     from wfm_ds.training.validation_frames import has_recorded_videos
+    from wfm_ds.types import MASK, SOURCE
     from wfm_reward import registry as rewards
 
     has_recordings = data is not None and has_recorded_videos(data.recipe, data.data)
@@ -108,9 +115,10 @@ def select_functions(
     for function in run_functions(None if data is None else data.recipe):
         known.setdefault(function.name, function)
     trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
-    video = registry.find_family(
+    family = registry.find_family(
         registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision, weights=False), args.family
-    ).is_video
+    )
+    video = family.is_video
     reward_names = list(known) if args.rewards is None else args.rewards
     if not reward_names and has_recordings and video:
         reward_names = ["continuation"]  # the only reward that needs nothing but the recordings
@@ -120,16 +128,25 @@ def select_functions(
         if name in (trained or reward_names):
             raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
     functions: dict[str, RewardFunction] = {}
-    inputs = [] if data is None else data.recipe.data.inputs
     for name in dict.fromkeys([*reward_names, *args.held_out]):
-        rewards.get_reward_class(name)
+        if rewards.get_reward_class(name).sees_images and data is None and SOURCE not in inputs:
+            raise UserError(
+                f"reward {name} compares samples with their source: name the images to edit in a .jsonl file of "
+                "prompts (docs/evaluate.md), or choose another reward"
+            )
         options = known[name].options if name in known else {}
         functions[name] = RewardFunction(name=name, options=options, device=args.reward_device)
+        if data is None and MASK not in inputs and rewards.create_reward(name, args.reward_device, options).needs_mask:
+            raise UserError(
+                f"reward {name} needs masks: name them with the key mask in a .jsonl file of prompts "
+                "(docs/evaluate.md), or choose another reward"
+            )
         check_reward_needs(
             functions[name],
             prompts,
             is_local=True,
             makes_video=video,
+            makes_sound=family.makes_sound,
             provided_inputs=inputs,
             has_recordings=has_recordings,
         )

@@ -28,7 +28,7 @@ MARKER_FILE = "QUICKSTART"
 SHOWN_LINE = re.compile(r"\d\d:\d\d:\d\d (?:INFO (step .*)|((?:WARNING|ERROR|CRITICAL) .*))")
 """Lines of a training log that the quickstart shows: progress, evaluations, warnings and errors."""
 FEW_STEPS = "fewstep"  # starts from the result of the demo digits
-DEMOS = ("digits", "shapes", "actions", "long", FEW_STEPS)
+DEMOS = ("digits", "shapes", "actions", "long", "edits", FEW_STEPS)
 OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {value of --world, the former option: demo}
 
 
@@ -39,14 +39,14 @@ def parser() -> CommandParser:
         choices=DEMOS,
         default=DEMOS[0],
         help="handwritten digits (default), videos of moving shapes, videos that follow actions, long videos made clip "
-        "by clip, or few-step distillation of the digits",
+        "by clip, edits of images, or few-step distillation of the digits",
     )
     p.add_argument("--world", dest="demo", type=parse_old_name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     p.add_argument(
         "--output",
         type=Path,
         help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video, -world, "
-        "-long or -fewstep)",
+        "-long, -edits or -fewstep)",
     )
     p.add_argument("--seed", type=int, default=0, help="run.seed of all runs")
     p.add_argument("--rl", metavar="RECIPE", help="RL recipe of the demo (default nft; long: nft and nft_history)")
@@ -159,6 +159,10 @@ def load_demo(name: str) -> Demo:
         from wfm_ds.demos.long_actions import LongActionsDemo
 
         return LongActionsDemo()
+    if name == "edits":
+        from wfm_ds.demos.edits import EditsDemo
+
+        return EditsDemo()
     from wfm_ds.demos.shapes import ShapesDemo
 
     return ShapesDemo()

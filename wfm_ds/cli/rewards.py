@@ -47,7 +47,13 @@ def first_doc_line(reward: type[Reward]) -> str:
 def describe_reward(reward: type[Reward]) -> str:
     parameters = reward.option_parameters().values()
     options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
-    needs = (*reward.required_metadata, *reward.required_inputs, *(["a recording"] if reward.needs_reference else []))
+    needs = (
+        *reward.required_metadata,
+        *reward.required_inputs,
+        *(["a recording"] if reward.needs_reference else []),
+        *(["sound"] if reward.needs_sound else []),
+        *(["a source image"] if reward.sees_images else []),
+    )
     rows = {
         "scores": format_media_types(reward),
         "value": reward.primary_output,

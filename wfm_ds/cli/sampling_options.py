@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from wfm_ds.data.clip_layout import ClipLayout
+    from wfm_ds.models.base import DiffusionModel
     from wfm_ds.models.sampler import Sampler
+    from wfm_ds.models.source_images import SourceSize
     from wfm_ds.monitoring.samples import GeneratedSample
-    from wfm_ds.recipe.sampling import SamplingRecipe
+    from wfm_ds.recipe.sampling import GuidanceRecipe, SamplingRecipe
     from wfm_ds.types import ConditioningFrames, Prompt
 
 FORWARD_PURPOSE = "sample"  # name under which the forward passes of the sampler are counted
@@ -63,6 +65,23 @@ def parse_guidance(text: str) -> float:
     return parse_number(text, lambda value: 1 <= value < math.inf, "a number >= 1")
 
 
+def parse_guidance_settings(text: str) -> GuidanceRecipe:
+    """Parse a YAML map with keys of the recipe section `sampling.guidance`."""
+    import yaml
+    from pydantic import ValidationError
+
+    from wfm_ds.recipe.sampling import GuidanceRecipe
+
+    try:
+        return GuidanceRecipe.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not YAML such as '{{interval: [0.2, 0.9]}}'") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or repr(text)
+        raise argparse.ArgumentTypeError(f"{key}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
 def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> float:
     try:
         value = float(text)
@@ -71,6 +90,15 @@ def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> flo
     if not fits(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
     return value
+
+
+def parse_source_size(text: str) -> SourceSize:
+    if text in ("target", "stock"):
+        return "target" if text == "target" else "stock"
+    height, separator, width = text.partition("x")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not target, stock or a size such as 512x512")
+    return parse_positive(height), parse_positive(width)
 
 
 def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = True, default_batch: str = "1") -> None:
@@ -122,6 +150,12 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
         help="guidance scale of a second expert (default: --guidance)",
     )
     p.add_argument(
+        "--guidance-settings",
+        type=parse_guidance_settings,
+        metavar="YAML",
+        help="keys of the recipe section sampling.guidance, such as '{interval: [0.2, 0.9]}'",
+    )
+    p.add_argument(
         "--guidance-batch",
         choices=["separate", "joint"],
         default="separate",
@@ -147,6 +181,13 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
         metavar="G",
         help="guidance scale passed to guidance-distilled networks such as FLUX.2-dev (default: that in call.json, "
         "else the pipeline's)",
+    )
+    p.add_argument(
+        "--source-size",
+        type=parse_source_size,
+        metavar="SIZE",
+        help="size of the images to edit: target (that of the sample), stock (that of the pipeline) or HEIGHTxWIDTH "
+        "(default: that of the run, else target)",
     )
     p.add_argument("--family", metavar="package.module:Class", help="user-defined model family (docs/own_model.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="prompt template of pipelines that have one")
@@ -174,6 +215,9 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
 def check_options(args: argparse.Namespace) -> None:
     if args.guidance_low is not None and args.guidance == 1:
         raise UserError("--guidance-low: needs --guidance above 1")
+    settings = args.guidance_settings
+    if args.guidance == 1 and settings is not None and settings != type(settings)():
+        raise UserError("--guidance-settings: needs --guidance above 1")
     if args.guidance_batch == "joint" and args.guidance == 1:
         raise UserError("--guidance-batch: joint needs --guidance above 1")
     if args.grid == "even" and args.solver == "dpm2":
@@ -219,7 +263,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     from wfm_ds.models.assets.loading import select_device
     from wfm_ds.models.assets.text_cache import TextCache
     from wfm_ds.models.sampler import CountingForward, Sampler
-    from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, SamplingRecipe
+    from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, GuidanceRecipe, SamplingRecipe
 
     device = select_device(args.device)
     dtype = torch.bfloat16 if is_low_precision(args, device) else torch.float32
@@ -236,6 +280,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         fps=args.fps,
         inputs=inputs,
         embedded_guidance=args.embedded_guidance,
+        source_size=args.source_size or "target",
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
         raise UserError(f"--guidance-low: {model.path} has no second expert; omit it")
@@ -259,6 +304,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         noise_level=CPS_EVAL_NOISE if args.solver == "cps" else None,
         guidance_scale=args.guidance,
         guidance_scale_low=args.guidance_low,
+        guidance=args.guidance_settings or GuidanceRecipe(),
         guidance_batch=args.guidance_batch,
         negative_prompt=args.negative_prompt,
     )
@@ -271,9 +317,23 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         _ = sampler.latent_shape
     except ValueError as error:
         raise UserError(str(error)) from error
+    check_source_size(model, settings)
     sampler.evaluation_plan()
     model.check_sampling(settings)
     return sampler
+
+
+def check_source_size(model: DiffusionModel, settings: SamplingRecipe) -> None:
+    """Raise UserError if the model has source images, but cannot encode images of their size."""
+    from wfm_ds.types import SOURCES
+
+    if model.input_names.isdisjoint(SOURCES):
+        return
+    height, width = model.source_image_size(settings.height, settings.width)
+    try:
+        model.latent_shape(height, width)
+    except ValueError as error:
+        raise UserError(f"--source-size: {height}x{width}: {error}") from error
 
 
 def choose_layout(sampler: Sampler, num_clips: int, num_latents: int = 1) -> ClipLayout:
@@ -299,6 +359,7 @@ class SampleClip:
     prompt: Prompt  # with the inputs of this clip
     pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [F,H,W,3]
     is_finite: bool  # False if the latents of this or an earlier clip were not finite
+    sound: npt.NDArray[np.float32] | None  # [channels, samples] of a video with sound
 
 
 def iterate_samples(
@@ -317,7 +378,7 @@ def iterate_samples(
     from wfm_ds.chunks import split_into_chunks
     from wfm_ds.data.clip_layout import ClipLayout
     from wfm_ds.models.clips import generate_clips
-    from wfm_ds.monitoring.samples import GeneratedSample
+    from wfm_ds.monitoring.samples import GeneratedSample, select_images
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     layout = layout or ClipLayout(settings.num_frames)
@@ -326,10 +387,23 @@ def iterate_samples(
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
         frames = None if load_frames is None else load_frames(prompts)
         clips = list(generate_clips(sampler, FORWARD_PURPOSE, prompts, seeds, plan, layout, num_clips, frames))
-        videos = layout.join([clip.pixels for clip in clips])
+        # a sample with sound has only one clip
+        videos, sound = layout.join([clip.pixels for clip in clips]), clips[0].sound
         for i, (prompt, seed) in enumerate(part):
-            sample = GeneratedSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, pixels=videos[i], fps=fps)
-            yield sample, [SampleClip(clip.prompts[i], clip.pixels[i], clip.is_finite[i]) for clip in clips]
+            sample = GeneratedSample(
+                prompt=prompt.text,
+                prompt_id=prompt.id,
+                seed=seed,
+                pixels=videos[i],
+                fps=fps,
+                images=select_images(prompt),
+                sound=None if sound is None else sound[i],
+                sound_rate=sampler.model.sound_rate,
+            )
+            yield (
+                sample,
+                [SampleClip(clip.prompts[i], clip.pixels[i], clip.is_finite[i], sample.sound) for clip in clips],
+            )
 
 
 def sampling_summary(settings: SamplingRecipe) -> str:

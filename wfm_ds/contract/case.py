@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from wfm_ds.models.assets.loading import hide_progress_bars
+from wfm_ds.models.assets.loading import hide_progress_bars, read_json, resolve_pipeline_class
 from wfm_ds.sampling.plan import deterministic_plan
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 PROMPTS = ["a red circle on white", "the digit 7"]
 
 
-SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
+SampleInputs: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Case:
     """Maps (folder, pixels, number of conditioning frames) to the diffusers pipeline and its call arguments."""
     inputs: Callable[[int, int, int], Sequence[SampleInputs]] | None = None
     """Maps (height, width, frames) to {name: array} for each of two different samples. Required for families with
-    `input_specs`."""
+    `input_specs`. Images must already have the size to which the diffusers pipeline would resize them."""
     reference_inputs: ReferenceInputs | None = None
     """How to call the diffusers pipeline for a sample with inputs. None: skip the comparison with diffusers."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
@@ -75,6 +74,9 @@ class Case:
     required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
     """Maps the pixels of two samples to pipeline call arguments for required inputs and conditioning frames. Each
     argument is a list."""
+    read_latents: Callable[[Any], Tensor] | None = None
+    """Maps the output of the diffusers pipeline to latents. None: the images or videos in the output are the
+    latents."""
     unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
     """Maps (model, latents from diffusers) to latents in the layout of wfm_ds. None: the layouts are equal."""
     vae_has_frame_axis: bool = False
@@ -97,7 +99,9 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         super().set_timesteps(sigmas=self.grid, device=device)
 
 
-def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
+def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = None) -> Any:
+    """Load the pipeline of a folder. pipeline_class: None selects the class that model_index.json names."""
+    pipeline_class = pipeline_class or resolve_pipeline_class(read_json(folder / "model_index.json"))
     with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.extra_components
@@ -137,12 +141,15 @@ def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | 
     """Generate samples with a diffusers pipeline and these sigmas.
 
     Returns latents in the pipeline's layout. With output_type "pt", returns images [B,C,H,W] or videos [B,C,F,H,W].
-    more: further arguments of the pipeline call. The default prompts are PROMPTS.
+    more: further arguments of the pipeline call, and optionally `guider`, the config of the pipeline's guider. The
+    default prompts are PROMPTS.
     """
     if not case.has_euler_scheduler:
         pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)
     call: dict[str, Any] = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1, **more}
     count = len(call["prompt"])
+    if (guider := call.pop("guider", None)) is not None:
+        pipeline.guider = pipeline.guider.from_config(guider)
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
     # Copy all lists, because pipelines may modify them.
@@ -150,10 +157,11 @@ def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | 
     shared = {name: call.pop(name) for name in case.shared_arguments if name in call}
     calls = [shared | {name: _select_sample(value, i) for name, value in call.items()} for i in range(count)]
     call |= shared
+    read = _output_tensor if case.read_latents is None or call["output_type"] != "latent" else case.read_latents
     output = (
-        torch.cat([_add_batch_axis(_output_tensor(pipeline(**one))) for one in calls])
+        torch.cat([_sample_tensor(pipeline(**one)) for one in calls])
         if case.one_sample_per_call
-        else _output_tensor(pipeline(**call))
+        else read(pipeline(**call))
     )
     return output.movedim(2, 1) if call["output_type"] == "pt" and output.ndim == 5 else output
 
@@ -163,9 +171,10 @@ def _output_tensor(output: Any) -> Tensor:
     return tensor
 
 
-def _add_batch_axis(video: Tensor) -> Tensor:
-    """Add a batch axis to the frames [F,C,H,W] of one video. Latents [1,C,T,h,w] are returned unchanged."""
-    return video if video.ndim == 5 else video[None]
+def _sample_tensor(output: Any) -> Tensor:
+    """Return the result of a call for one sample, with a batch axis. Frames [F,C,H,W] of a video have none."""
+    tensor = _output_tensor(output)
+    return tensor if hasattr(output, "images") or tensor.ndim == 5 else tensor[None]
 
 
 def _select_sample(value: Any, i: int) -> Any:

@@ -13,8 +13,10 @@ from wfm_ds.contract.case import PROMPTS
 from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, require_close
 from wfm_ds.contract.pixel_checks import require_value_error
 from wfm_ds.engine.adapter_layers import match_linear_layers, peft_targets
+from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.conditioning_frames import MASK_KEY
+from wfm_ds.recipe.shared_defaults import Checkpointing
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
@@ -44,7 +46,8 @@ def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
     with torch.no_grad():
         batch = model.denoise(latents, sigma, conditioning)
         for i in range(2):
-            row = {name: tensor[i : i + 1] for name, tensor in conditioning.items()} | model.encode_text([PROMPTS[i]])
+            row = {name: tensor[i : i + 1] for name, tensor in conditioning.items()}
+            row |= subject.encode_texts(model, [PROMPTS[i]], subject.sample_inputs()[i : i + 1])
             single = model.denoise(latents[i : i + 1], sigma[i : i + 1], row)
             require_close(f"sample {i} of a batch", batch[i : i + 1], single, subject.case.tolerance)
 
@@ -60,12 +63,13 @@ def check_invalid_arguments(subject: FamilyUnderTest) -> None:
 def check_unsupported_frames(subject: FamilyUnderTest) -> None:
     """Check that `denoise` rejects a conditioning frame mask without conditioning latents."""
     model = subject.model
-    conditioning = model.encode_text(PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
+    conditioning = subject.encode_texts(model, PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
     require_value_error("a mask without frames", model.denoise, subject.initial_noise(), torch.ones(2), conditioning)
 
 
 def check_prompt_lists(subject: FamilyUnderTest) -> None:
     """Check that `encode_text` rejects an empty list, and a string instead of a list."""
+    subject.require_texts_without_images()
     for description, prompts in (("an empty list", []), ("a string", "a red circle")):
         require_value_error(description, subject.model.encode_text, prompts)
 
@@ -103,7 +107,9 @@ def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
     for target in model.default_lora_targets:
         fail_unless(bool(match_linear_layers(model.denoiser, [target])), f"no linear layer's name ends with {target}")
     add_random_adapter(model, b_std=0.3)
-    plain, recomputed = (compute_gradients(subject, model, checkpointing=on) for on in (False, True))
+    plain, recomputed, partly_recomputed = (
+        compute_gradients(subject, model, checkpointing=setting) for setting in (False, True, "attention")
+    )
     for name in plain:
         is_unused = f"{name.split('.lora_')[0]}.weight" in subject.model.find_unused_parameters()
         has_gradient = float(plain[name].abs().max()) > 0
@@ -113,6 +119,10 @@ def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
             f"{name} {verb} gradient, but its layer {verdict} unused_parameter_patterns",
         )
         require_close(f"the gradient of {name} with checkpointing", recomputed[name], plain[name], 1e-9, rtol=1e-6)
+        fail_unless(
+            torch.equal(partly_recomputed[name], recomputed[name]),
+            f"the gradient of {name} changes with gradient_checkpointing: attention",
+        )
 
 
 def check_unused_parameters(subject: FamilyUnderTest) -> None:
@@ -144,13 +154,14 @@ def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
                 weight.normal_(0, b_std)
 
 
-def compute_gradients(subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
+def compute_gradients(
+    subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: Checkpointing
+) -> dict[str, Tensor]:
     """Return {parameter name: gradient} of a loss that uses every expert. Parameters without a gradient get zeros."""
     for part in model.denoiser_components:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser
-    if checkpointing:
-        module.enable_gradient_checkpointing()
+    enable_checkpointing(module, checkpointing)
     module.zero_grad(set_to_none=True)
     for expert in range(len(model.sigma_ranges)):
         torch.autograd.backward(model.denoise(*subject.denoise_arguments(model, expert=expert)).square().mean())

@@ -23,8 +23,8 @@ from wfm_ds.contract.case import (
     run_reference_pipeline,
 )
 from wfm_ds.models import registry
+from wfm_ds.models.base import NegativeText, TextWithImages
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class FamilyUnderTest:
         return self.load_model()
 
     def load_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> DiffusionModel:
-        options = {"dtype": dtype, "device": "cpu", **self.case.load_options, **options}
+        specs = registry.find_family(self.folder, self.user_family).input_specs
+        required = [name for name, spec in specs.items() if spec.required]
+        options = {"dtype": dtype, "device": "cpu", "inputs": required, **self.case.load_options, **options}
         return registry.load_model(self.folder, user_family=self.user_family, **options)
 
     @cached_property
@@ -112,7 +114,7 @@ class FamilyUnderTest:
         return self.model.latent_shape(*self.size)
 
     def initial_noise(self, count: int = 2) -> Tensor:
-        return draw_cpu_normal(SEEDS[:count], self.latent_shape)
+        return self.model.draw_noise(SEEDS[:count], self.latent_shape)
 
     def noise_generators(self) -> list[torch.Generator]:
         """Return random generators that give the diffusers pipeline the same noise as `initial_noise`."""
@@ -133,13 +135,51 @@ class FamilyUnderTest:
             if model.supports_clean_frames
             else (0, 0)
         )
-        conditioning = model.encode_text(PROMPTS[:count]) | self.encode_required_inputs(model, count, num_frames)
-        return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
+        texts = self.encode_texts(model, PROMPTS[:count])
+        conditioning = texts | self.encode_required_inputs(model, count, num_frames)
+        noise = model.draw_noise(SEEDS[:count], model.latent_shape(*self.size))
+        return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
         """Format and encode prompts as in training, and add required inputs and conditioning frames."""
-        text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
+        text = self.encode_texts(model, [model.format_prompt(prompt, *self.size) for prompt in prompts])
         return text | self.encode_required_inputs(model, len(prompts))
+
+    def encode_negative_prompt(self, model: DiffusionModel, negative: str | None = None) -> Conditioning:
+        """Format and encode a negative prompt (default: the family's) for two samples, and add required inputs."""
+        text = model.format_prompt(model.resolve_negative_prompt(negative), *self.size, negative=True)
+        return self.encode_texts(model, [text] * 2, negative=True) | self.encode_required_inputs(model)
+
+    def encode_texts(
+        self,
+        model: DiffusionModel,
+        texts: Sequence[str],
+        inputs: Sequence[SampleInputs] | None = None,
+        *,
+        negative: bool = False,
+    ) -> Conditioning:
+        """Encode formatted texts, each with its sample's images if the text encoder sees images.
+
+        inputs: the inputs of each text's sample. Default: the inputs of the case.
+        """
+        if not model.text_inputs & model.input_names:
+            return (model.encode_negative_text if negative else model.encode_text)(texts)
+        fail_unless(self.case.inputs is not None, NO_CASE_INPUTS)
+        rows = self.sample_inputs()[: len(texts)] if inputs is None else inputs
+        with_images = model.attach_images([NegativeText(text) if negative else text for text in texts], rows)
+        encoded = [model.encode_text_with_images(text) for text in with_images if isinstance(text, TextWithImages)]
+        return model.stack_conditioning(encoded)
+
+    def require_texts_without_images(self) -> None:
+        """Raise CheckNotApplicable if the text encoder sees images."""
+        if self.model.text_inputs & self.model.input_names:
+            raise CheckNotApplicable("the text encoder sees images, so each text is encoded alone")
+
+    @staticmethod
+    def list_required_inputs(model: DiffusionModel) -> list[str]:
+        """Return the names of the inputs that each sample must have. They include all images in `model.input_names`."""
+        specs = model.input_specs.items()
+        return [name for name, spec in specs if spec.required or (spec.is_image and name in model.input_names)]
 
     def encode_required_inputs(
         self, model: DiffusionModel, count: int = 2, num_frames: Sequence[int] | None = None
@@ -148,7 +188,7 @@ class FamilyUnderTest:
 
         num_frames: number of conditioning latent frames of each sample. None: the minimum of the family.
         """
-        required = {name for name, spec in model.input_specs.items() if spec.required}
+        required = self.list_required_inputs(model)
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
         rows = (
             [{name: row[name] for name in required} for row in self.sample_inputs()[:count]]
@@ -181,8 +221,10 @@ class FamilyUnderTest:
         return list((levels[:, :, 0] if self.model.is_video else levels).movedim(1, -1).numpy())
 
     def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
-        """Return the diffusers pipeline's call arguments for guidance scale w and the random seeds SEEDS."""
+        """Return the arguments of `run_reference_pipeline` for guidance scale w and the random seeds SEEDS."""
         call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
+        if (guider := self.model.guider_config(w)) is not None:
+            call["guider"] = guider
         if not self.model.uses_clean_frames:
             call["image"] = [Image.fromarray(frame) for frame in self.first_frames]
         required = (
@@ -192,7 +234,7 @@ class FamilyUnderTest:
 
     def sample_latents(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Sample latents for PROMPTS and SEEDS with the wfm_ds sampling loop, without guidance."""
-        grid = model.sigmas(steps, self.latent_shape)
+        grid = model.sigmas(steps, model.latent_shape(*self.size))
         return denoise_latents(model, self.initial_noise(), self.encode_prompts(model, PROMPTS), grid, solver="ode")
 
     def reference_latents(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:

@@ -73,14 +73,13 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
     """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
-    negative_text = model.format_prompt(model.resolve_negative_prompt(), *subject.size, negative=True)
-    negative, inputs = (
-        model.encode_negative_text([negative_text] * 2) | subject.encode_required_inputs(model),
-        _encode_all_inputs(subject),
-    )
+    negative, inputs = subject.encode_negative_prompt(model), _encode_all_inputs(subject)
     with torch.no_grad():
         halves = [model.denoise(latents, sigma, half | inputs) for half in (text, negative)]
-        without = model.denoise(latents, sigma, negative) if not _list_required_inputs(model) else None
+        optional = model.optional_conditioning_keys
+        required = {name: tensor for name, tensor in negative.items() if name not in optional}
+        is_optional = not any(spec.required for spec in model.input_specs.values())
+        without = model.denoise(latents, sigma, required) if is_optional else None
         both = model.stack_conditioning([text | inputs, negative | inputs])
         joint = model.denoise(torch.cat([latents] * 2), torch.cat([sigma] * 2), both)
     if without is not None:
@@ -105,7 +104,7 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
     grid = model.sigmas(3, shape)
     call = {"prompt": PROMPTS[:1], "generator": [_create_generator(SEEDS[0])]} | call
     want = subject.reference_latents(pipeline, grid, **call)
-    conditioning = model.encode_text([model.format_prompt(PROMPTS[0], *reference.size)])
+    conditioning = subject.encode_texts(model, [model.format_prompt(PROMPTS[0], *reference.size)], [row])
     conditioning |= model.encode_inputs([row], frames, (height, width))
     if reference.num_conditioning_frames:
         latents = model.encode_pixels(pixels)
@@ -117,15 +116,12 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
 def check_missing_inputs(subject: FamilyUnderTest) -> None:
     """Check that a sample without optional inputs is accepted, and that a missing required input raises ValueError."""
     model = _load_model(subject)
-    rows, required = subject.sample_inputs(), _list_required_inputs(model)
-    for name in required:
+    rows = subject.sample_inputs()
+    for name in subject.list_required_inputs(model):
         without = [{key: array for key, array in row.items() if key != name} for row in rows]
         require_value_error(f"a sample without {name}", model.encode_inputs, without, subject.size[2], subject.size[:2])
-    needed = [{name: array for name, array in row.items() if name in required} for row in rows]
-    inputs = _encode_rows(subject, model, needed)
-    latents, sigma, text = _call_arguments(subject)
     with torch.no_grad():
-        velocity = model.denoise(latents, sigma, text | inputs)
+        velocity = model.denoise(*_call_arguments(subject))
     fail_unless(bool(velocity.isfinite().all()), "the velocity is not finite without the optional inputs")
 
 
@@ -138,10 +134,6 @@ def _load_model(subject: FamilyUnderTest) -> DiffusionModel:
     unknown = sorted(names - subject.model.input_specs.keys())
     fail_unless(not unknown, f"the case has inputs {unknown}, but input_specs has {sorted(subject.model.input_specs)}")
     return subject.model_with_inputs
-
-
-def _list_required_inputs(model: DiffusionModel) -> list[str]:
-    return [name for name, spec in model.input_specs.items() if spec.required]
 
 
 def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:

@@ -77,8 +77,7 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
     grid = model.sigmas(5, subject.latent_shape)
     call = subject.pipeline_call_kwargs(w, **({} if negative is None else {"negative_prompt": negative}))
     want = subject.reference_latents(subject.load_reference_pipeline(), grid, **call)
-    negative_text = model.format_prompt(model.resolve_negative_prompt(negative), *subject.size, negative=True)
-    uncond = model.encode_negative_text([negative_text] * 2) | subject.encode_required_inputs(model) if w > 1 else None
+    uncond = subject.encode_negative_prompt(model, negative) if w > 1 else None
     cond = subject.encode_prompts(model, PROMPTS)
     got = denoise_latents(model, subject.initial_noise(), cond, grid, solver="ode", guidance_scale=w, uncond=uncond)
     require_close(f"the latents of two prompts at guidance scale {w:g}", got, want, case.tolerance)
@@ -105,6 +104,7 @@ def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
 
     The result of encode_text must have the keys in `conditioning_keys`, and no gradient.
     """
+    subject.require_texts_without_images()
     model = subject.model
     once, often = model.encode_text(PROMPTS), model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
     message = f"encode_text returns {sorted(once)}, but conditioning_keys is {sorted(model.conditioning_keys)}"
@@ -120,6 +120,7 @@ def _repeat_rows(conditioning: Conditioning, k: int) -> Conditioning:
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
     """Check that prompts encoded one by one and prompts encoded together give the same velocities."""
+    subject.require_texts_without_images()
     model = subject.model
     latents, sigma, _ = subject.denoise_arguments(model)
     shared = subject.encode_required_inputs(model)
@@ -134,7 +135,8 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
     model = subject.model
     noise = subject.initial_noise(1)
     noise = noise.repeat(2, *[1] * (noise.ndim - 1))
-    conditioning = model.encode_text(PROMPTS) | _repeat_rows(subject.encode_required_inputs(model, 1), 2)
+    text = subject.encode_texts(model, PROMPTS, subject.sample_inputs()[:1] * 2)
+    conditioning = text | _repeat_rows(subject.encode_required_inputs(model, 1), 2)
     latents = denoise_latents(model, noise, conditioning, model.sigmas(2, subject.latent_shape), solver="ode")
     one, other = model.decode_latents(latents)
     difference = float((one - other).abs().max())

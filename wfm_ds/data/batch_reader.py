@@ -19,7 +19,7 @@ from wfm_ds.data.pixels import BAD_MEDIA_REASONS, BadMedia, Draw, Framing, conve
 from wfm_ds.data.samples import Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import draw_uniform
-from wfm_ds.types import Prompt
+from wfm_ds.types import Prompt, SoundClip
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -48,9 +48,15 @@ class TrainingSample:
     prompt: Prompt
     media: Media | None  # None, like framing, on ranks that do not read files
     framing: Framing | None  # of the pixels or latents
-    pixels: npt.NDArray[np.uint8] | None = None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
+    # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents, or if the reader does not read media
+    pixels: npt.NDArray[np.uint8] | SoundClip | None = None
     latents: Any = None  # from cached_latents
     rejected: TrainingSample | None = None  # rejected sample of a pair, with the same framing
+
+    @property
+    def frames(self) -> npt.NDArray[np.uint8] | None:
+        """`pixels` without the sound."""
+        return self.pixels.frames if isinstance(self.pixels, SoundClip) else self.pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class BatchReader(ABC):
     cached_latents: Callable[[Media, Framing], Any] | None = None  # latents of a file, or None if it must be decoded
     rejected: Mapping[str, int] = field(default_factory=dict)  # {reason: number of entries that the scan rejected}
     inputs: InputReader | None = None  # reader of conditioning inputs
+    reads_media: bool = True  # False: only prompts and inputs are needed, so samples have no pixels and latents
 
     def __post_init__(self) -> None:
         self.bad: Counter[str] = Counter()
@@ -182,10 +189,11 @@ class BatchReader(ABC):
             prompt = replace(prompt, text=sample.texts[int(draw("caption") * len(sample.texts))])
 
         def decode_media(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
-            pixels = None
-            with convert_decode_errors(media):
-                latents = None if self.cached_latents is None else self.cached_latents(media, framing)
-            if latents is None:
+            pixels = latents = None
+            if self.reads_media and self.cached_latents is not None:
+                with convert_decode_errors(media):
+                    latents = self.cached_latents(media, framing)
+            if self.reads_media and latents is None:
                 pixels = load_media(media, framing, draw)
             return TrainingSample(
                 sample_id=sample.id,
@@ -248,7 +256,8 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
     """
     samples: list[TrainingSample] | None = world.run_checked(read, on="leaders")
     if samples is not None:
-        world.broadcast_in_replica([[s.sample_id, s.epoch, s.position, pack_prompt(s.prompt)] for s in samples])
+        if world.sp_size > 1:  # packing takes time if prompts have input images or videos
+            world.broadcast_in_replica([[s.sample_id, s.epoch, s.position, pack_prompt(s.prompt)] for s in samples])
         return samples
     return [
         TrainingSample(
@@ -265,6 +274,8 @@ def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:
+        if world.sp_size == 1:
+            return chosen
         indices = {sample.id: index for index, sample in enumerate(samples)}  # ids are unique in a dataset
         world.broadcast_in_replica([[indices[sample.id], pack_prompt(sample.prompt)] for sample in chosen])
         return chosen

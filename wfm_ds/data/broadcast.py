@@ -104,13 +104,14 @@ def _pack_sample(sample: Sample, versions: dict[str, Any]) -> list[Any]:
     embedding = None if sample.embedding is None else str(sample.embedding)
     media = [_pack_media(item, versions) for item in sample.all_media]
     files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
+    images = {name: _pack_media(file, versions) for name, file in sample.images.items()}
     rows = None
     if sample.rows is not None:
         if not isinstance(sample.rows, EpisodeRows):
             raise _UserMediaError
         rows = f"rows {id(sample.rows)}"  # shared by the windows of an episode
         versions.setdefault(rows, asdict(sample.rows))
-    return [sample.id, media, pack_prompt(sample.prompt), embedding, files, list(sample.texts), rows]
+    return [sample.id, media, pack_prompt(sample.prompt), embedding, files, images, list(sample.texts), rows]
 
 
 def _pack_media(media: Media, versions: dict[str, Any]) -> Any:
@@ -131,7 +132,7 @@ def _pack_media(media: Media, versions: dict[str, Any]) -> Any:
 
 
 def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
-    sample_id, packed, prompt, embedding, files, texts, rows = row
+    sample_id, packed, prompt, embedding, files, images, texts, rows = row
     media, *rejected = (_unpack_media(item, versions) for item in packed)
     path = None if embedding is None else Path(embedding)
     return Sample(
@@ -141,6 +142,7 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
         embedding=path,
         rejected=rejected[0] if rejected else None,
         files={name: _unpack_media(file, versions) for name, file in files.items()},
+        images={name: _unpack_media(file, versions) for name, file in images.items()},
         texts=tuple(texts),
         rows=None if rows is None else versions[rows],
     )

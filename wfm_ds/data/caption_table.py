@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from wfm_ds.data.file_lists import FileFinder
 from wfm_ds.data.folder_layout import DOCS_HINT
-from wfm_ds.data.preference_pairs import list_folder
-from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, is_encodable, to_printable
+from wfm_ds.data.input_files import input_suffixes
+from wfm_ds.data.media_inputs import (
+    NO_INPUTS,
+    InputFolders,
+    MediaInputs,
+    check_edit_columns,
+    single_files,
+    suggest_columns,
+)
+from wfm_ds.data.samples import (
+    MEDIA_SUFFIXES,
+    LocalFile,
+    Media,
+    Sample,
+    SampleSet,
+    is_encodable,
+    to_printable,
+)
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import open_regular, read_regular
 from wfm_ds.storage.json_lines import split_lines
-from wfm_ds.types import Prompt
+from wfm_ds.types import SOURCE, Prompt
 
 FILE_COLUMNS = ("file_name", "file", "image_path", "video_path", "image")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
@@ -31,14 +48,24 @@ TableRows: TypeAlias = dict[str, dict[str, Any]]
 class CaptionTable(SampleSet):
     """Captioned images and videos listed in a table. Ids are relative paths without suffix.
 
-    Columns other than the file, the caption and `negative_prompt` become metadata. Files without a row are ignored.
+    Columns other than the file, the caption, `negative_prompt` and the input images become metadata. Files without a
+    row are ignored.
     """
 
-    def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
-        """column: name of the caption column. None selects the first of CAPTION_COLUMNS that exists.
+    def __init__(
+        self,
+        table: Path,
+        *,
+        column: str | None = None,
+        image_column: str | None = None,
+        inputs: MediaInputs = NO_INPUTS,
+        max_bad_fraction: float,
+    ) -> None:
+        """column: name of the caption column. None selects the first of CAPTION_COLUMNS that exists. image_column: name
+        of the column with the files. None selects the first of FILE_COLUMNS that exists.
 
-        Raises DataError if the table cannot be read, a column is missing, there is no usable sample, or more than
-        max_bad_fraction of the rows are bad.
+        Raises DataError if the table cannot be read, a column is missing, the columns do not show which image is the
+        source, there is no usable sample, or more than max_bad_fraction of the rows are bad.
         """
         super().__init__(str(table.parent))
         self.table = table
@@ -48,13 +75,12 @@ class CaptionTable(SampleSet):
                 f"{table} is empty: write a line with file_name and text for each image or video {DOCS_HINT}"
             )
         columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-        self._file_column = next((name for name in FILE_COLUMNS if name in columns), "")
-        if not self._file_column:
-            prefix = describe_columns(table.name, columns)
-            raise DataError(f"{prefix}, but not file_name; rename the column with the file paths {DOCS_HINT}")
+        self._inputs, self._input_folders = inputs, InputFolders(inputs, table.parent)
+        self._input_columns: dict[str, str] = {}
+        self._file_column = self._choose_file_column(columns, image_column, rows)
         self._caption_column = find_caption_column(table.name, columns, column)
-        self._names = functools.cache(list_folder)  # list each folder only once
-        self._seen: set[str] = set()
+        self._files = FileFinder(table.parent)
+        self._num_rows: Counter[str] = Counter()  # by sample id
         self._missing: list[str] = []
         self._outside: list[str] = []
         for location, row in rows.items():
@@ -74,43 +100,85 @@ class CaptionTable(SampleSet):
                 raise DataError(f"{self._missing[0]} not found in {self.source} {DOCS_HINT}") from error
             raise
 
+    def _choose_file_column(self, columns: Sequence[str], wanted: str | None, rows: TableRows) -> str:
+        """Return the column with the image or video of a sample, and set the columns of the input images."""
+        inputs, prefix = self._inputs, describe_columns(self.table.name, columns)
+        if wanted is not None and wanted not in columns:
+            raise DataError(f"{prefix}, but not data.image_column {wanted} {DOCS_HINT}")
+        images = list_media_columns(rows) if inputs.names else set()
+        self._input_columns = {name: inputs.column(name) for name in inputs.names if inputs.column(name) in images}
+        column = "" if inputs.has_target else self._input_columns.pop(inputs.original, "")
+        used = set(self._input_columns.values())
+        column = column or wanted or next((name for name in FILE_COLUMNS if name in columns and name not in used), "")
+        is_named = wanted is not None or (column == FILE_COLUMNS[0] and inputs.has_target)
+        if inputs.names and not inputs.optional:
+            check_edit_columns(prefix, images, column, inputs, is_named=is_named, usual=FILE_COLUMNS[0])
+        elif inputs.names and (advice := suggest_columns(images, column, inputs)) is not None:
+            self.notes.append(f"for edits set data.inputs: [source], {advice}")
+        if column in used:
+            raise DataError(f"{prefix}: {column} cannot be the edited image and an input: change data.image_column")
+        if not column:
+            advice = "; rename the column with the file paths"
+            if SOURCE in self._input_columns:
+                advice = " (edited image): add it, or set data.target: false for RL from instruction and source alone"
+            raise DataError(f"{prefix}, but not file_name{advice} {DOCS_HINT}")
+        return column
+
     def _add_row(self, where: str, values: dict[str, Any]) -> None:
         name, text = values.pop(self._file_column, None), values.pop(self._caption_column, None)
         negative = values.pop("negative_prompt", None)
-        if not isinstance(name, str) or not self._is_media_file(name):
+        path, found = self._files.find(name, MEDIA_SUFFIXES), self._pop_images(values)
+        if path is None:
             if isinstance(name, str):
                 self._missing.append(f"{where}: {to_printable(name)}")
             self.reject("no_media", f"{where}: {name}")
         elif not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, values]):
             self.reject("no_prompt", f"{where}: {name}")
-        elif (sample_id := self._make_id(name)) in self._seen:
+        elif (sample_id := self._make_id(name)) in self._num_rows and self._inputs.has_target:
             self.reject("ambiguous", f"{where}: {name}")
+        elif isinstance(assigned := self._assign_images(path, sample_id, found), str):
+            self.reject(assigned, f"{where}: {name}")
         else:
-            self._seen.add(sample_id)
+            self._num_rows[sample_id] += 1
+            if self._num_rows[sample_id] > 1:  # several instructions for one source
+                sample_id = f"{sample_id}:{self._num_rows[sample_id]}"
             prompt = Prompt(
                 id=sample_id,
                 text=text.strip(),
                 negative_text=negative if isinstance(negative, str) and negative.strip() else None,
                 metadata=values,
             )
-            self.samples.append(Sample(id=sample_id, media=LocalFile(self._resolve_path(name)), prompt=prompt))
+            self.samples.append(Sample(id=sample_id, media=assigned[0], prompt=prompt, images=assigned[1]))
 
-    def _resolve_path(self, name: str) -> str:
-        return os.path.normpath(self.table.parent / name)
+    def _assign_images(
+        self, path: str, sample_id: str, found: Mapping[str, Media]
+    ) -> tuple[Media, dict[str, Media]] | str:
+        return self._inputs.assign(LocalFile(path), {**found, **single_files(self._input_folders.find(sample_id))})
 
-    def _is_media_file(self, name: str) -> bool:
-        if "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
-            return False
-        folder, file = os.path.split(self._resolve_path(name))
-        return file in self._names(folder)
+    def _pop_images(self, values: dict[str, Any]) -> dict[str, Media]:
+        paths = {
+            name: self._files.find(values.pop(column, None), input_suffixes(name))
+            for name, column in self._input_columns.items()
+        }
+        return {name: LocalFile(path) for name, path in paths.items() if path is not None}
 
     def _make_id(self, name: str) -> str:
-        path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
+        path, top = self._files.resolve(name), os.path.normpath(self.table.parent)
         is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
         if not is_inside:
             self._outside.append(to_printable(name))
         relative = os.path.relpath(path, top) if is_inside else os.path.normpath(name)
         return to_printable(os.path.splitext(relative)[0])
+
+
+def list_media_columns(rows: TableRows) -> set[str]:
+    """Return the columns with names of image or video files."""
+    return {
+        column
+        for row in rows.values()
+        for column, value in row.items()
+        if isinstance(value, str) and os.path.splitext(value)[1].lower() in MEDIA_SUFFIXES
+    }
 
 
 def find_caption_column(source: str, columns: Sequence[str], wanted: str | None) -> str:

@@ -7,11 +7,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wfm_ds.data.file_lists import FileFinder, files_by_id
 from wfm_ds.data.folder_layout import demo_command
+from wfm_ds.data.input_files import input_suffixes
+from wfm_ds.data.media_inputs import NO_INPUTS, InputFolders, MediaInputs, single_files
 from wfm_ds.data.samples import (
     IMAGE_SUFFIXES,
     MEDIA_SUFFIXES,
@@ -26,12 +30,11 @@ from wfm_ds.data.samples import (
     to_printable,
     unpack_prompt,
 )
-from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
 from wfm_ds.storage import atomic
 from wfm_ds.storage.filesystem import read_regular, shorten_path
-from wfm_ds.types import Prompt
+from wfm_ds.types import MEDIA_INPUTS, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +143,19 @@ class CaptionedFolder(SampleSet):
 
     The caption is the value of `prompt` in NAME.json. If there is none, it is the text of NAME.txt or NAME.caption, and
     NAME.json only adds metadata. Subfolders and links are followed. Hidden files and other file types are ignored.
+
+    An input image such as `source` is in an input folder, is named in NAME.json, or is NAME.source.png. Files such as
+    NAME.mask.png without a caption are no samples, even if `inputs` does not name them.
     """
 
     def __init__(
-        self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None, default: str | None = None
+        self,
+        folder: Path,
+        *,
+        max_bad_fraction: float,
+        cache_dir: Path | None = None,
+        default: str | None = None,
+        inputs: MediaInputs = NO_INPUTS,
     ) -> None:
         """cache_dir: folder of the caption cache. None: no cache. default: caption for images and videos without a
         caption. None: such files are rejected.
@@ -151,23 +163,28 @@ class CaptionedFolder(SampleSet):
         Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
-        self.folder, self.default = folder, default
-        self.num_default = 0
+        self.folder, self.default, self._inputs = folder, default, inputs
+        self._uncaptioned: set[str] = set()  # ids of images and videos without a caption
+        self._input_files: set[str] = set()  # input files, used or not, that are not in input folders
         self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
         self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
         require_media_folder(folder)
         self._caption_cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
-        entries = files_by_id(folder, SUFFIXES)
-        with track_progress(sorted(entries), "reading captions", total=len(entries)) as ids:
+        self._input_folders, self._files = InputFolders(inputs, folder), FileFinder(Path())
+        self._entries = files_by_id(folder, SUFFIXES)
+        sample_ids = [sample_id for sample_id in sorted(self._entries) if not self._input_folders.contains(sample_id)]
+        with track_progress(sample_ids, "reading captions", total=len(sample_ids)) as ids:
             for sample_id in ids:
-                self._add_entry(sample_id, entries[sample_id])
+                self._add_entry(sample_id, self._entries[sample_id])
         if not self.samples and not self.bad:
             raise DataError(self.empty_message())
         self._reject_lone_texts()
         if self._caption_cache is not None:
             self._caption_cache.save()
-        if self.num_default:
-            self.notes.append(f"{self.num_default} files without a caption use data.prompt")
+        if self._input_files:
+            self._drop_input_files()
+        if num_default := sum(sample.id in self._uncaptioned for sample in self.samples):
+            self.notes.append(f"{num_default} files without a caption use data.prompt")
         self.check(max_bad_fraction)
 
     def empty_message(self) -> str:
@@ -190,6 +207,8 @@ class CaptionedFolder(SampleSet):
             self._add_media(sample_id, media[0], objects, texts)
 
     def _add_media(self, sample_id: str, media_file: str, objects: list[str], texts: list[str]) -> None:
+        for name in MEDIA_INPUTS:
+            self._input_files.update(map(os.path.normpath, self._entries.get(f"{sample_id}.{name}", [])))
         prompt, metadata = read_json_caption(objects[0], sample_id, self._caption_cache) if objects else (None, {})
         if prompt is None and len(texts) > 1:
             self.reject("ambiguous", texts[0])
@@ -197,52 +216,59 @@ class CaptionedFolder(SampleSet):
         if prompt is None and texts and (text := read_caption(texts[0], self._caption_cache, join_lines)) is not None:
             prompt = Prompt(id=sample_id, text=text, metadata=metadata)
             self._num_texts += 1
-        if prompt is None and not objects and not texts and self.default is not None:
-            prompt = Prompt(id=sample_id, text=self.default)
-            self.num_default += 1
+        if not objects and not texts:
+            self._uncaptioned.add(sample_id)
+            prompt = None if self.default is None else Prompt(id=sample_id, text=self.default)
         if prompt is not None:
-            self.samples.append(Sample(id=sample_id, media=LocalFile(media_file), prompt=prompt))
+            self._add_sample(media_file, prompt)
         elif objects or texts:
             self.reject("no_prompt", (objects + texts)[0])
         else:
             self.reject("no_json", media_file)
 
+    def _add_sample(self, media_file: str, prompt: Prompt) -> None:
+        assigned = self._inputs.assign(LocalFile(media_file), single_files(self._find_images(media_file, prompt)))
+        if isinstance(assigned, str):
+            self.reject(assigned, media_file)
+            return
+        media, images = assigned
+        if images:
+            metadata = {key: value for key, value in prompt.metadata.items() if key not in images}
+            prompt = replace(prompt, metadata=metadata)
+        self.samples.append(Sample(id=prompt.id, media=media, prompt=prompt, images=images))
+
+    def _find_images(self, media_file: str, prompt: Prompt) -> dict[str, list[str]]:
+        """Return {input name: image files} of a sample."""
+        found = self._input_folders.find(prompt.id)
+        for name in self._inputs.names:
+            if name in found:
+                continue
+            if isinstance(value := prompt.metadata.get(name), str):
+                path = self._files.find(os.path.join(os.path.dirname(media_file), value), input_suffixes(name))
+                # Both names of one file must be equal, so that an image that is its own source is detected.
+                files = [] if path is None else [media_file if path == os.path.normpath(media_file) else path]
+            else:
+                siblings = self._entries.get(f"{prompt.id}.{name}", [])
+                files = [path for path in siblings if os.path.splitext(path)[1].lower() in input_suffixes(name)]
+            self._input_files.update(os.path.normpath(path) for path in files if path != media_file)
+            found[name] = files
+        return found
+
+    def _drop_input_files(self) -> None:
+        """Drop images without captions or sources of their own that are input images of other samples."""
+        self.samples = [
+            sample
+            for sample in self.samples
+            if sample.id not in self._uncaptioned or os.path.normpath(sample.media.name) not in self._input_files
+        ]
+        for reason in ("no_json", "no_source"):
+            names = [name for name in self.bad.pop(reason, []) if os.path.normpath(name) not in self._input_files]
+            self.bad |= {reason: names} if names else {}
+
     def _reject_lone_texts(self) -> None:
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
                 self.reject("no_media", path)
-
-
-def files_by_id(folder: Path, suffixes: Collection[str]) -> dict[str, list[str]]:
-    """Return {sample id: sorted files with one of these suffixes}. Return {} if the folder does not exist.
-
-    An id is the file's path relative to the folder, without the last suffix. Bytes that are not UTF-8 are escaped.
-    """
-    files: dict[str, list[str]] = {}
-    start = len(os.path.join(folder, ""))
-    for path in sorted(files_below(folder)) if os.path.isdir(folder) else ():
-        stem, suffix = os.path.splitext(path)
-        if suffix.lower() in suffixes:
-            files.setdefault(to_printable(stem[start:]), []).append(path)
-    return files
-
-
-def files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all visible files below a folder. Each folder is visited once, even if links form a cycle."""
-    visited: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
-        real_path = os.path.realpath(parent)
-        if real_path in visited:
-            folders.clear()
-            continue
-        visited.add(real_path)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        LIVENESS.record_progress()
-        yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
 
 
 def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:

@@ -16,7 +16,7 @@ from wfm_ds.data.action_data import ActionData, load_action_data
 from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.folder import load_folder
-from wfm_ds.data.folder_layout import is_lerobot
+from wfm_ds.data.folder_layout import detect_layout, is_lerobot
 from wfm_ds.data.hf_stream import HfStream, StreamSource
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.lerobot import split_windows
@@ -53,6 +53,10 @@ class SizedModel(Protocol):
         """Return the number that must divide height and width."""
         ...
 
+    @property
+    def clip_sound_rate(self) -> int | None:
+        """Samples per second of the sound that the model is trained on; None: no sound."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
@@ -80,8 +84,7 @@ def load_data(recipe: Recipe) -> TrainingData:
     if data.streaming:
         HfStream(data)  # validates the dataset before a model is loaded
         if validation.path is not None:
-            folder_data = data.model_copy(update={"options": {}})
-            held_out = log_scan_result(load_folder(folder_data, Path(validation.path))).samples
+            held_out = log_scan_result(load_streaming_validation(data, Path(validation.path))).samples
     elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
@@ -97,6 +100,14 @@ def load_data(recipe: Recipe) -> TrainingData:
     return TrainingData(
         prompts=prompts, samples=samples, bad=bad, held_out=held_out, validation_prompts=examples, actions=actions
     )
+
+
+def load_streaming_validation(data: DataRecipe, folder: Path) -> SampleSet:
+    """Scan the folder validation.path of a streamed dataset. Raises DataError."""
+    layout, changes = detect_layout(folder), dict[str, Any](options={})
+    if layout.kind != "hf":  # a caption table has other columns
+        changes |= {"image_column": None, "input_columns": {}}
+    return load_folder(data.model_copy(update=changes), folder, layout)
 
 
 def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequence[Sample]) -> list[Prompt]:
@@ -188,7 +199,10 @@ def list_epoch(
 
 
 def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
-    """Return the training sizes of the recipe. Raises RecipeError if the model does not support a size."""
+    """Return the training sizes of the recipe.
+
+    Raises RecipeError if the model does not support a size, or if the keys do not allow training on sound.
+    """
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
@@ -208,10 +222,19 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
         fps=data.fps,
         clip=data.clip,
         crop=data.crop,
+        video_resize=data.video_resize,
         max_upscale=data.max_upscale,
         allow_repeats=data.allow_repeats,
         span=size.num_frames if data.inputs and num_frames < size.num_frames else None,
+        sound_rate=None if recipe.is_rl else model.clip_sound_rate,
     )
+    if framing.sound_rate is not None:
+        if data.fps != size.fps:
+            raise RecipeError(
+                f"data.fps is {data.fps}, but videos with sound are trained at sampling.fps: set data.fps: {size.fps:g}"
+            )
+        if data.buckets is not None:
+            raise RecipeError("data.buckets: a model of video with sound is trained on one size: remove the key")
     return Buckets(framing, sizes)
 
 
@@ -310,11 +333,13 @@ def build_batch_source(
     unit: int,
     cached_latents: LatentLookup | None,
     inputs: InputReader | None = None,
+    reads_media: bool = True,
 ) -> BatchReader:
     """Return the reader of training batches. All ranks must call this. The caller must close the reader.
 
     global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples with equal size.
     cached_latents: function that returns the cached latents of an image or video, or None if they are not cached.
+    reads_media: see BatchReader.
     """
     if recipe.data.streaming:
         return StreamSource(
@@ -325,6 +350,7 @@ def build_batch_source(
             max_bad_fraction=recipe.data.max_bad_fraction,
             workers=recipe.data.workers,
             inputs=inputs,
+            reads_media=reads_media,
         )
     return BatchSource(
         data.samples,
@@ -339,6 +365,7 @@ def build_batch_source(
         rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
         cached_latents=cached_latents,
         inputs=inputs,
+        reads_media=reads_media,
     )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from wfm_ds.data.captioned_folder import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
+from wfm_ds.data.captioned_folder import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX
+from wfm_ds.data.file_lists import files_by_id
 from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
 from wfm_ds.program import print_error, run_command

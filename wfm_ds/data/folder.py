@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.data.caption_table import CaptionTable
-from wfm_ds.data.captioned_folder import TEXT_SUFFIXES, CaptionedFolder, CosmosFolder, files_below
+from wfm_ds.data.captioned_folder import TEXT_SUFFIXES, CaptionedFolder, CosmosFolder
+from wfm_ds.data.file_lists import files_below
 from wfm_ds.data.folder_layout import (
     DOCS_HINT,
     FolderLayout,
@@ -18,6 +19,7 @@ from wfm_ds.data.folder_layout import (
     list_names,
 )
 from wfm_ds.data.hf_dataset import HfDataset
+from wfm_ds.data.media_inputs import MediaInputs
 from wfm_ds.data.samples import IMAGE_SUFFIXES, MEDIA_SUFFIXES, VIDEO_SUFFIXES, SampleSet, to_printable
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
@@ -29,20 +31,42 @@ NUM_NAMED = 3
 UNSUPPORTED_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".tiff", ".tif"})
 
 
-def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder. layout: how the folder is read. None: detect the layout. Raises DataError."""
+def load_folder(
+    data: DataRecipe, folder: Path, layout: FolderLayout | None = None, inputs: MediaInputs | None = None
+) -> SampleSet:
+    """Scan a folder. Raises DataError.
+
+    layout: how the folder is read. None: detect the layout. inputs: input images to find (default: of the recipe).
+    """
     detected = layout or detect_layout(folder)
+    inputs = inputs or MediaInputs.from_recipe(data, folder)
+    check_image_keys(data, folder, detected)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_folder()
     if detected.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=limit, cache_dir=cache_dir)
     if detected.kind == "webdataset":
-        return TarShards([str(folder / "*.tar")], cache_dir=data.cache_dir, max_bad_fraction=limit)
+        tars = [str(folder / "*.tar")]
+        return TarShards(tars, cache_dir=data.cache_dir, max_bad_fraction=limit, inputs=inputs)
     if detected.kind == "table":
-        return CaptionTable(detected.path, column=data.caption_column, max_bad_fraction=limit)
+        return CaptionTable(
+            detected.path,
+            column=data.caption_column,
+            image_column=data.image_column,
+            inputs=inputs,
+            max_bad_fraction=limit,
+        )
     if detected.kind == "hf":
-        return HfDataset(data, str(folder))
+        return HfDataset(data, str(folder), inputs)
     default = None if data.prompt is None else data.prompt.strip()
-    return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default)
+    return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default, inputs=inputs)
+
+
+def check_image_keys(data: DataRecipe, folder: Path, layout: FolderLayout) -> None:
+    """Raise DataError if the recipe has keys for input images that are not read for this layout."""
+    unread = ["input_folders"] if data.input_folders and layout.kind not in ("table", "media") else []
+    unread += ["inputs"] if data.image_inputs and layout.kind == "cosmos" else []
+    for key in unread:
+        raise DataError(f"{folder}: data.{key} cannot name images of this layout ({layout.sign}) {DOCS_HINT}")
 
 
 class MediaFolder(CaptionedFolder):

@@ -15,11 +15,12 @@ from typing import Any, BinaryIO
 
 from wfm_ds.data.caption_table import find_caption_column
 from wfm_ds.data.folder_layout import DOCS_HINT, SAVED_FILES
+from wfm_ds.data.media_inputs import MediaInputs, check_edit_columns, suggest_columns
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, file_identity, is_encodable
 from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.types import Prompt
+from wfm_ds.types import SOURCE, Prompt
 
 DEFAULT_SUFFIX = {"Image": ".png", "Video": ".mp4"}  # for bytes without a file name; images are detected by content
 NEGATIVE_COLUMN = "negative_prompt"
@@ -50,7 +51,7 @@ class HfMedia:
         return io.BytesIO(content)
 
     def identity(self) -> tuple[str | int, ...]:
-        return *file_identity(Path(self.column.files[0])), self.row
+        return *file_identity(Path(self.column.files[0])), self.row, self.column.name
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,20 +70,24 @@ def disable_decoding(dataset: Any, column: str) -> Any:
 class HfDataset(SampleSet):
     """Captioned images or videos of one split. Ids are SPLIT/ROW, such as train/000000012."""
 
-    def __init__(self, data: DataRecipe, path: str) -> None:
+    def __init__(self, data: DataRecipe, path: str, inputs: MediaInputs) -> None:
         """Load the split data.split with the columns and options of the recipe.
 
-        If data.image_column is not set, the only column with images or videos is used. If data.caption_column is not
-        set, the first existing column in CAPTION_COLUMNS is used. Raises DataError if the dataset cannot be loaded, a
-        column is missing, there is no usable sample, or more than data.max_bad_fraction of the rows are bad.
+        If data.image_column is not set, the only column with images or videos that is not an input is used. If
+        data.caption_column is not set, the first existing column in CAPTION_COLUMNS is used. Raises DataError if the
+        dataset cannot be loaded, a column is missing, there is no usable sample, or more than data.max_bad_fraction of
+        the rows are bad.
         """
         super().__init__(path)
         dataset = load_split(path, data.split, data.options)
-        media_column, kind = find_media_column(dataset.features, self.source, data.image_column)
+        media_column, kind, input_columns = find_columns(dataset.features, self.source, data.image_column, inputs)
         text_column = find_caption_column(self.source, dataset.column_names, data.caption_column)
         files = tuple(entry["filename"] for entry in dataset.cache_files)
-        source = HfColumn(files, media_column)
-        media = list_media(dataset, source, DEFAULT_SUFFIX[kind])
+        media = list_media(dataset, HfColumn(files, media_column), DEFAULT_SUFFIX[kind])
+        images = {
+            name: list_media(dataset, HfColumn(files, column), DEFAULT_SUFFIX["Image"])
+            for name, column in input_columns.items()
+        }
         extra_columns = metadata_columns(dataset, {media_column, text_column})
         rows = zip(media, dataset.data.column(text_column).to_pylist(), strict=True)
         with track_progress(rows, "reading captions", total=len(media)) as tracked:
@@ -91,7 +96,8 @@ class HfDataset(SampleSet):
                     f"{data.split}/{row:09}",
                     {name: column[row] for name, column in extra_columns.items()},
                 )
-                result = parse_row(sample_id, item, caption, metadata)
+                found = {name: column[row] for name, column in images.items()}
+                result = parse_row(sample_id, item, caption, metadata, found, inputs)
                 if isinstance(result, Sample):
                     self.samples.append(result)
                 else:
@@ -99,18 +105,28 @@ class HfDataset(SampleSet):
         self.check(data.max_bad_fraction)
 
 
-def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
+def parse_row(
+    sample_id: str,
+    media: Media | None,
+    text: Any,
+    metadata: dict[str, Any],
+    images: Mapping[str, Media | None],
+    inputs: MediaInputs,
+) -> Sample | str:
     """Return the sample of a row. If the row is unusable, return the reason, a key of REASONS.
 
-    metadata: {column: value} of the columns other than image or video and caption.
+    metadata: {column: value} of the columns other than image or video and caption. images: input images by name.
     """
     negative = metadata.pop(NEGATIVE_COLUMN, None)
     if media is None:
         return "no_media"
     if not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, metadata]):
         return "no_prompt"
+    found = {name: image for name, image in images.items() if image is not None}
+    if isinstance(assigned := inputs.assign(media, found), str):
+        return assigned
     prompt = Prompt(id=sample_id, text=text.strip(), negative_text=negative or None, metadata=metadata)
-    return Sample(id=sample_id, media=media, prompt=prompt)
+    return Sample(id=sample_id, media=assigned[0], prompt=prompt, images=assigned[1])
 
 
 def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
@@ -141,6 +157,34 @@ def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
 
 def is_saved_dataset(path: str) -> bool:
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
+
+
+def find_columns(
+    features: Mapping[str, Any], source: str, wanted: str | None, inputs: MediaInputs
+) -> tuple[str, str, dict[str, str]]:
+    """Return the column of the samples' images or videos, its type, `Image` or `Video`, and {input: column}.
+
+    wanted: see `find_media_column`. Raises DataError if a column is missing, or if the columns do not show which image
+    is the source and which one is the edited image.
+    """
+    images = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
+    columns = {name: inputs.column(name) for name in inputs.names if inputs.column(name) in images}
+    if inputs.names and not inputs.optional:
+        others = [name for name in images if name not in columns.values()]
+        target = wanted or (others[0] if len(others) == 1 else "")
+        what = f"{source} has images in the columns {', '.join(images) or 'none'}"
+        check_edit_columns(what, images, target, inputs, is_named=wanted is not None or not target, usual="image")
+    if not inputs.has_target and SOURCE in columns:
+        return columns[SOURCE], "Image", columns
+    if wanted in columns.values():
+        raise DataError(f"{source}: {wanted} cannot be the edited image and an input: change data.image_column")
+    rest = {name: feature for name, feature in features.items() if name not in columns.values()}
+    try:
+        return *find_media_column(rest, source, wanted), columns
+    except DataError as error:
+        if (advice := suggest_columns(images, "", inputs)) is None:
+            raise
+        raise DataError(f"{error}; for edits set data.inputs: [source], {advice}") from error
 
 
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:

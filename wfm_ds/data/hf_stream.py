@@ -19,13 +19,14 @@ from wfm_ds.data.folder_layout import DOCS_HINT
 from wfm_ds.data.hf_dataset import (
     DEFAULT_SUFFIX,
     disable_decoding,
-    find_media_column,
+    find_columns,
     is_json_type,
     is_saved_dataset,
     load_split,
     media_suffix,
     parse_row,
 )
+from wfm_ds.data.media_inputs import MediaInputs
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import REASONS, LocalFile, Media, Sample, to_printable
 from wfm_ds.errors import DataError
@@ -39,6 +40,7 @@ READ_ERRORS = (OSError, ValueError, TypeError, RuntimeError, LookupError, EOFErr
 @dataclass(frozen=True, slots=True)
 class InMemoryMedia:
     name: str
+    column: str  # as for HfMedia, images in two columns of a row are different files, even if they are equal
     suffix: str
     content: bytes
 
@@ -70,13 +72,19 @@ class HfStream:
             raise DataError(
                 f"{self.source}: cannot be streamed, its files declare no columns: remove data.streaming {DOCS_HINT}"
             )
-        self._media_column, kind = find_media_column(dataset.features, self.source, data.image_column)
+        self._inputs = MediaInputs.from_recipe(data)
+        self._media_column, kind, self._input_columns = find_columns(
+            dataset.features, self.source, data.image_column, self._inputs
+        )
         self._suffix = DEFAULT_SUFFIX[kind]
         self._text_column = find_caption_column(self.source, list(dataset.features), data.caption_column)
-        used = (self._media_column, self._text_column)
+        media_columns = list(dict.fromkeys([self._media_column, *self._input_columns.values()]))
+        used = (*media_columns, self._text_column)
         plain = {name: getattr(feature, "pa_type", None) for name, feature in dataset.features.items()}
         self._others = [name for name, kind in plain.items() if name not in used and kind and is_json_type(kind)]
-        self._dataset, self._columns = disable_decoding(dataset, self._media_column), [*used, *self._others]
+        for column in media_columns:
+            dataset = disable_decoding(dataset, column)
+        self._dataset, self._columns = dataset, [*used, *self._others]
         self._epoch = self._row = self._num_read = 0  # number of rows read in this epoch (_row) and in total
         self._rejected = Counter[str]()
         self._open_rows(None)
@@ -91,7 +99,12 @@ class HfStream:
                 continue
             sample_id = f"{self._split}/{self._row:09}"
             metadata = {name: row[name] for name in self._others}
-            sample = parse_row(sample_id, self._row_media(sample_id, row), row[self._text_column], metadata)
+            media = self._row_media(sample_id, row, self._media_column, self._suffix)
+            images = {
+                name: self._row_media(sample_id, row, column, DEFAULT_SUFFIX["Image"])
+                for name, column in self._input_columns.items()
+            }
+            sample = parse_row(sample_id, media, row[self._text_column], metadata, images, self._inputs)
             self._row, self._num_read = self._row + 1, self._num_read + 1
             if isinstance(sample, Sample):
                 rows.append(StreamedRow(sample, self._epoch))
@@ -141,13 +154,13 @@ class HfStream:
         self._epoch, self._row = self._epoch + 1, 0
         self._open_rows(None)
 
-    def _row_media(self, sample_id: str, row: Mapping[str, Any]) -> Media | None:
-        cell = row[self._media_column]
+    def _row_media(self, sample_id: str, row: Mapping[str, Any], column: str, suffix: str) -> Media | None:
+        cell = row[column]
         if cell is None:
             return None
         name, content = cell["path"], cell["bytes"]
         if content is not None:
-            return InMemoryMedia(f"{self.source}#{sample_id}", media_suffix(name, self._suffix), content)
+            return InMemoryMedia(f"{self.source}#{sample_id}", column, media_suffix(name, suffix), content)
         if name is not None and "://" in name:
             raise DataError(
                 f"{self.source}: cannot be streamed, rows refer to files ({to_printable(name)}) instead of containing "

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import av
 import numpy as np
 import numpy.typing as npt
 from av.container import InputContainer
 from av.video.frame import VideoFrame
-from av.video.reformatter import Colorspace
 from av.video.stream import VideoStream
 from PIL import Image
 
 from wfm_ds.data.episode import CameraSpan, EpisodeVideo, compose_views, picture_size, resize_view, view_places
+from wfm_ds.data.frame_conversion import FrameFitter, frame_to_rgb
 from wfm_ds.data.pixels import (
     DECODE_ERRORS,
     BadMedia,
@@ -31,11 +29,11 @@ from wfm_ds.data.pixels import (
     load_image,
 )
 from wfm_ds.data.samples import IMAGE_SUFFIXES, Media
+from wfm_ds.data.sound import load_sound, no_sound_error
+from wfm_ds.types import SoundClip
 
-Pixels = TypeVar("Pixels", bound="Image.Image | npt.NDArray[np.uint8]")
 
-
-def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
+def load_pixels(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode an image to uint8 RGB [H,W,3], or a clip of a video to [framing.num_frames,H,W,3].
 
     Raises BadMedia if the file is unusable, or if it is an image and framing.num_frames exceeds 1.
@@ -45,6 +43,23 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
     if framing.num_frames > 1:
         raise BadMedia("too_short", media.name, f"an image, but clips have {framing.num_frames} frames")
     return load_image(media, framing, draw)
+
+
+def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8] | SoundClip:
+    """Decode an image or a clip as `load_pixels` does. If framing.sound_rate is set, decode the sound of the clip too.
+
+    Raises BadMedia if the file is unusable, or if it has no sound during the clip and framing.sound_rate is set.
+    """
+    if framing.sound_rate is None:
+        return load_pixels(media, framing, draw)
+    if media.suffix in IMAGE_SUFFIXES or isinstance(media, EpisodeVideo):
+        load_pixels(media, framing, draw)  # raises for other defects
+        raise no_sound_error(media)
+    assert framing.fps is not None  # checked by build_buckets
+    with open_video(media) as container:
+        frames, start = read_clip(media, container, framing, draw)
+        sound = load_sound(media, container, start, framing.num_frames / framing.fps, framing.sound_rate)
+    return SoundClip(frames, sound)
 
 
 def media_size(media: Media) -> tuple[int, int]:
@@ -57,59 +72,104 @@ def media_size(media: Media) -> tuple[int, int]:
 
 # Without a whitelist FFmpeg would also read playlists and open the files and addresses in them.
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"}
-UNSPECIFIED = 2  # ITU-T H.273, matrix coefficients
 RETRY_S = 10.0  # seek to this time before a clip of an episode if a frame is missing; files may be very long
-HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.709, smaller ones BT.601
 
 
-def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
+def load_clip(media: Media, framing: Framing, draw: Draw, frames: Sequence[int] | None = None) -> npt.NDArray[np.uint8]:
     """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Each frame is resized and cropped as in load_image.
 
-    Raises BadMedia if the video is unusable.
+    frames: ascending indices of the frames (default: choose_frames). Raises BadMedia if the video is
+    unusable.
     """
-    position = framing.crop_position(draw)
-
-    def fit(rgb: Image.Image) -> npt.NDArray[np.uint8]:
-        check_size(media, framing, rgb.height, rgb.width)
-        return np.array(crop_to_cover(rgb, framing, position))
-
     if isinstance(media, EpisodeVideo):
-        chosen = choose_frames(media, media.seconds, framing, draw)[: framing.num_frames]
-        return np.stack(decode_episode(media, chosen, fit))
+        chosen = choose_frames(media, media.seconds, framing, draw) if frames is None else frames
+        return load_episode(media, chosen[: framing.num_frames], framing, framing.crop_position(draw))
     with open_video(media) as container:
-        stream = container.streams.video[0]
-        times, starts = read_timestamps(container, stream)
-        seconds = np.array(times) * float(stream.time_base or 1)
-        wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)][: framing.num_frames]
-        start = starts[max(0, bisect.bisect_right(starts, wanted[0]) - 1)] if starts else times[0]
-        frames = read_frames(media, container, wanted, (start, times[0]), fit)
-    return np.stack([frames[time] for time in wanted])
+        clip, _ = read_clip(media, container, framing, draw, frames)
+    return clip
 
 
-def decode_episode(
-    media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
-) -> list[Pixels]:
-    """Return convert(image) for each frame index of an episode in `chosen`.
+def read_clip(
+    media: Media, container: InputContainer, framing: Framing, draw: Draw, frames: Sequence[int] | None = None
+) -> tuple[npt.NDArray[np.uint8], float]:
+    """Decode a clip of an opened video. Return (pixels as from load_clip, time of the first frame in seconds)."""
+    stream = container.streams.video[0]
+    times, starts = read_timestamps(container, stream)
+    seconds = np.array(times) * float(stream.time_base or 1)
+    chosen = choose_frames(media, seconds, framing, draw) if frames is None else frames
+    wanted = [times[i] for i in chosen][: framing.num_frames]
+    start = starts[max(0, bisect.bisect_right(starts, wanted[0]) - 1)] if starts else times[0]
+    clip = empty_clip(len(wanted), framing)
+    fitter = FrameFitter(media, framing, framing.crop_position(draw))
+    for places, frame in read_frames(media, container, wanted, (start, times[0])):
+        clip[places] = fitter.fit_frame(frame)
+    return clip, float(seconds[chosen[0]])
 
-    If the episode has several cameras, each image is composed of their frames. Raises BadMedia if a video is unusable.
+
+def empty_clip(num_frames: int, framing: Framing) -> npt.NDArray[np.uint8]:
+    """Return an array [num_frames, height, width, 3] to write frames to.
+
+    If all frames were allocated first and then stacked, a third of the time would be spent on new memory pages.
+    """
+    return np.empty((num_frames, framing.height, framing.width, 3), np.uint8)
+
+
+def load_episode(
+    media: EpisodeVideo, chosen: Sequence[int], framing: Framing, position: tuple[float, float]
+) -> npt.NDArray[np.uint8]:
+    """Decode the frames of an episode with the indices `chosen` to uint8 RGB [len(chosen), height, width, 3].
+
+    If the episode has several cameras, their frames are composed before the result is resized and cropped at
+    `position`. Raises BadMedia if a video is unusable.
     """
     (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
+    clip = empty_clip(len(chosen), framing)
     if not others:
-        return read_camera(media, first, chosen, convert)
-    cameras = [read_camera(media, first, chosen, lambda rgb: rgb)]
+        fitter = FrameFitter(media, framing, position, untagged_hd=False)
+
+        def store(places: Sequence[int], frame: VideoFrame) -> None:
+            clip[places] = fitter.fit_frame(frame)
+
+        read_camera(media, first, chosen, store)
+        return clip
+    cameras = [read_images(media, first, chosen)]
     _, *places = itertools.chain(*view_places(rows, (cameras[0][0].height, cameras[0][0].width)))
     for camera, (_, _, width, height) in zip(others, places, strict=True):
-        resize = functools.partial(resize_view, size=(width, height))
-        cameras.append(read_camera(media, camera, chosen, resize))
-    return [convert(compose_views(rows, views)) for views in zip(*cameras, strict=True)]
+        cameras.append(read_images(media, camera, chosen, (width, height)))
+    for i, views in enumerate(zip(*cameras, strict=True)):
+        rgb = compose_views(rows, views)
+        check_size(media, framing, rgb.height, rgb.width)
+        clip[i] = np.asarray(crop_to_cover(rgb, framing, position))
+    return clip
+
+
+def read_images(
+    media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], size: tuple[int, int] | None = None
+) -> list[Image.Image]:
+    """Return the RGB image of one camera for each frame index in `chosen`. size: (width, height) to resize it to.
+
+    Raises BadMedia if a frame cannot be decoded.
+    """
+    images: dict[int, Image.Image] = {}
+
+    def store(places: Sequence[int], frame: VideoFrame) -> None:
+        rgb = frame_to_rgb(frame, untagged_hd=False)
+        images.update(dict.fromkeys(places, rgb if size is None else resize_view(rgb, size)))
+
+    read_camera(media, camera, chosen, store)
+    return [images[i] for i in range(len(chosen))]
 
 
 def read_camera(
-    media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
-) -> list[Pixels]:
-    """Return convert(image) of one camera for each frame index in `chosen`.
+    media: EpisodeVideo,
+    camera: CameraSpan,
+    chosen: Sequence[int],
+    store: Callable[[Sequence[int], VideoFrame], None],
+) -> None:
+    """Call store(places, frame) of one camera for the frames nearest to the frame indices `chosen[place]`.
 
-    Raises BadMedia if the file cannot be decoded or has no frame within half a frame duration of a requested time.
+    If a nearer frame follows, `store` is called again for the same place. Raises BadMedia if the file cannot be decoded
+    or has no frame within half a frame duration of a requested time.
     """
     try:
         with open_video(camera.media) as container:
@@ -118,12 +178,12 @@ def read_camera(
             wanted = [origin + round((camera.start + (media.first + i) / media.fps) / unit) for i in chosen]
             tolerance = int(0.5 / media.fps / unit)
             starts = (wanted[0] - tolerance, max(origin, wanted[0] - round(RETRY_S / unit)))
-            frames = read_frames(camera.media, container, wanted, starts, convert, tolerance, untagged_hd=False)
+            for places, frame in read_frames(camera.media, container, wanted, starts, tolerance):
+                store(places, frame)
     except BadMedia as error:
-        if error.name == media.name:  # from `convert`
+        if error.name == media.name:  # from `store`
             raise
         raise BadMedia(error.reason, media.name, f"{error.name}: {error.detail}") from error
-    return [frames[time] for time in wanted]
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
@@ -131,13 +191,21 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
     Raises BadMedia if the video is unusable.
     """
+    seconds = frame_seconds(media)
+    return list(choose_frames(media, seconds, framing, draw)), len(seconds)
+
+
+def frame_seconds(media: Media) -> npt.NDArray[np.float64]:
+    """Return the time of each frame of a video in seconds, without decoding frames.
+
+    Raises BadMedia if the video is unusable.
+    """
     if isinstance(media, EpisodeVideo):
-        return list(choose_frames(media, media.seconds, framing, draw)), media.length
+        return media.seconds
     with open_video(media) as container:
         stream = container.streams.video[0]
         times, _ = read_timestamps(container, stream)
-    seconds = np.array(times) * float(stream.time_base or 1)
-    return list(choose_frames(media, seconds, framing, draw)), len(times)
+        return np.array(times) * float(stream.time_base or 1)
 
 
 def video_size(media: Media) -> tuple[int, int]:
@@ -146,7 +214,7 @@ def video_size(media: Media) -> tuple[int, int]:
     Raises BadMedia if the file is unusable.
     """
     if isinstance(media, EpisodeVideo):
-        (first,) = read_camera(media, media.views[0][0], [0], lambda rgb: rgb)
+        (first,) = read_images(media, media.views[0][0], [0])
         return picture_size([len(row) for row in media.views], (first.height, first.width))
     with open_video(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
@@ -244,33 +312,27 @@ def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
 
 
 def read_frames(
-    media: Media,
-    container: InputContainer,
-    wanted: Sequence[int],
-    starts: Sequence[int],
-    convert: Callable[[Image.Image], Pixels],
-    tolerance: int = 0,
-    *,
-    untagged_hd: bool = True,
-) -> dict[int, Pixels]:
-    """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
+    media: Media, container: InputContainer, wanted: Sequence[int], starts: Sequence[int], tolerance: int = 0
+) -> Iterator[tuple[list[int], VideoFrame]]:
+    """Decode the frame nearest to each time in `wanted`. Yields (indices in `wanted`, frame).
 
-    All times are in units of the stream's time base. starts: times to seek to before decoding. Each start after the
-    first is used only if frames are still missing. untagged_hd: see `frame_to_rgb`. Raises BadMedia if no frame is
-    within `tolerance` of a wanted time.
+    If a nearer frame follows, an index is yielded again. All times are in units of the stream's time base. starts:
+    times to seek to before decoding. Each start after the first is used only if frames are still missing. Raises
+    BadMedia if no frame is within `tolerance` of a wanted time, or if a frame exceeds Pillow's size limit.
     """
-    frames, distances = dict[int, Pixels](), dict[int, int]()
+    distances: dict[int, int] = {}
     for start in starts:
-        missing = set(wanted) - frames.keys()
-        for frame_time, frame in decode_frames(container, start, max(missing, default=start) + tolerance):
-            near = {time: abs(time - frame_time) for time in missing}
-            near = {time: d for time, d in near.items() if d <= min(tolerance, distances.get(time, tolerance + 1) - 1)}
+        missing = {place: time for place, time in enumerate(wanted) if place not in distances}
+        for frame_time, frame in decode_frames(container, start, max(missing.values(), default=start) + tolerance):
+            near = {place: abs(time - frame_time) for place, time in missing.items()}
+            near = {p: d for p, d in near.items() if d <= min(tolerance, distances.get(p, tolerance + 1) - 1)}
             if near:
-                frames |= dict.fromkeys(near, convert(frame_to_rgb(media, frame, untagged_hd=untagged_hd)))
+                check_frame_size(media, frame)
                 distances |= near
-        if len(frames) == len(set(wanted)):
-            return frames
-    num_missing = len(set(wanted) - frames.keys())
+                yield list(near), frame
+        if len(distances) == len(wanted):
+            return
+    num_missing = len({time for place, time in enumerate(wanted) if place not in distances})
     raise BadMedia("decode", media.name, f"{num_missing} of {len(set(wanted))} frames cannot be decoded")
 
 
@@ -285,14 +347,7 @@ def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[
             return
 
 
-def frame_to_rgb(media: Media, frame: VideoFrame, *, untagged_hd: bool = True) -> Image.Image:
-    """Convert a frame to an upright RGB image. Raises BadMedia if the frame exceeds Pillow's size limit.
-
-    untagged_hd: whether videos without a colour tag are BT.709 if their height is at least HD_HEIGHT. False: they are
-    BT.601 at any height, as lerobot writes them.
-    """
+def check_frame_size(media: Media, frame: VideoFrame) -> None:
+    """Raise BadMedia if a frame exceeds Pillow's size limit for images."""
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")
-    is_hd = untagged_hd and frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT
-    pixels = frame.to_ndarray(format="rgb24", src_colorspace=Colorspace.ITU709 if is_hd else None)
-    return Image.fromarray(np.rot90(pixels, frame.rotation // 90))

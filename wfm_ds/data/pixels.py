@@ -27,6 +27,7 @@ BAD_MEDIA_REASONS = (
     "low_fps",
     "bad_actions",
     "bad_input",
+    "no_sound",
 )  # values of BadMedia.reason
 # Errors of Pillow's decoders and EXIF reader for damaged files: mostly OSError, others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
@@ -62,9 +63,11 @@ class Framing:
     fps: float | None = None  # of the clip; None: consecutive frames of the file
     clip: Literal["random", "centre"] = "random"  # position of the clip in the video
     crop: Literal["random", "centre"] = "centre"
+    video_resize: Literal["pillow", "swscale"] = "pillow"  # resizes the frames of videos
     max_upscale: float = 2.0  # larger factors would teach blur
     allow_repeats: bool = False  # repeat frames of videos slower than fps
     span: int | None = None  # frames covered by the inputs, if only the first num_frames of them are decoded
+    sound_rate: int | None = None  # samples per second of the sound to decode with each clip; None: no sound
 
     def crop_position(self, draw: Draw) -> tuple[float, float]:
         """Return the (x, y) position of the crop: 0 is the left or upper edge, 1 is the right or lower edge."""

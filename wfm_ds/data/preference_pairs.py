@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
-from wfm_ds.data.webdataset import IndexEntry, TarIndex, TarMember, TarShards, parse_prompt
+from wfm_ds.data.file_lists import FileFinder
+from wfm_ds.data.input_files import input_suffixes
+from wfm_ds.data.media_inputs import NO_INPUTS, MediaInputs
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, parse_caption
+from wfm_ds.data.webdataset import IndexEntry, TarIndex, TarMember, TarShards, has_role, parse_prompt
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import read_regular
@@ -20,20 +20,23 @@ TABLE_SUFFIX = ".jsonl"
 ROLES = ("chosen", "rejected")
 
 
-def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
+def load_pairs(
+    paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float, inputs: MediaInputs = NO_INPUTS
+) -> SampleSet:
     """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
-        return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
-    return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
+        return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction, inputs=inputs)
+    return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction, inputs=inputs)
 
 
 class PairTable(SampleSet):
     """Preference pairs of a JSONL file. Each line has `prompt` and the relative paths `chosen` and `rejected`.
 
-    The sample id is the value of `id`. If there is none, it is `CHOSEN > REJECTED`. All other keys become metadata.
+    The sample id is the value of `id`. If there is none, it is `CHOSEN > REJECTED`. Input images are keys such as
+    `source` with relative paths. All other keys become metadata.
     """
 
-    def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
+    def __init__(self, table: Path, *, max_bad_fraction: float, inputs: MediaInputs = NO_INPUTS) -> None:
         super().__init__(str(table))
         try:
             content = read_regular(table)
@@ -41,9 +44,7 @@ class PairTable(SampleSet):
             raise DataError(
                 f"{self.source} cannot be read ({error.strerror}): expected a {TABLE_SUFFIX} file"
             ) from error
-        self._folder = table.parent
-        # List each folder only once instead of checking two files per pair.
-        self._names = functools.cache(list_folder)
+        self._inputs, self._files = inputs, FileFinder(table.parent)
         self._seen: set[str] = set()
         for number, line in split_lines(content):
             LIVENESS.record_progress()
@@ -60,7 +61,7 @@ class PairTable(SampleSet):
             return
         metadata = dict(prompt.metadata)
         names = [metadata.pop(role, None) for role in ROLES]
-        paths = [self._resolve_path(name) for name in names]
+        paths = [self._files.find(name, MEDIA_SUFFIXES) for name in names]
         if None in paths or paths[0] == paths[1]:
             self.reject("no_pair", where)
             return
@@ -69,24 +70,17 @@ class PairTable(SampleSet):
         if pair_id in self._seen:
             self.reject("ambiguous", where)
             return
-        self._seen.add(pair_id)
         chosen, rejected = (LocalFile(path) for path in paths if path is not None)
+        values = {name: metadata.pop(name, None) for name in self._inputs.names}
+        files = {name: self._files.find(value, input_suffixes(name)) for name, value in values.items()}
+        found: dict[str, Media] = {name: LocalFile(path) for name, path in files.items() if path is not None}
+        assigned = self._inputs.assign(chosen, found, is_pair=True)
+        if isinstance(assigned, str):
+            self.reject(assigned, where)
+            return
+        self._seen.add(pair_id)
         prompt = replace(prompt, id=pair_id, metadata=metadata)
-        self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
-
-    def _resolve_path(self, name: Any) -> str | None:
-        if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
-            return None
-        path = os.path.normpath(self._folder / name)
-        folder, file = os.path.split(path)
-        return path if file in self._names(folder) else None
-
-
-def list_folder(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:
-        return frozenset()
+        self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected, images=assigned[1]))
 
 
 class PairShards(TarShards):
@@ -97,7 +91,7 @@ class PairShards(TarShards):
     def _add_sample(
         self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, duplicate: bool
     ) -> None:
-        media = {role: [member for member in members if is_pair_member(member, role)] for role in ROLES}
+        media = {role: [member for member in members if has_role(member, role)] for role in ROLES}
         captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
         name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
         if not captions and not any(media.values()):
@@ -110,11 +104,10 @@ class PairShards(TarShards):
             self.reject("no_json", name)
         elif (prompt := parse_prompt(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
+        elif isinstance(assigned := self._assign_images(shard, index, media["chosen"][0], members), str):
+            self.reject(assigned, name)
         else:
-            chosen, rejected = (TarMember(shard, index.version, entries) for (entries,) in media.values())
-            self.samples.append(Sample(id=sample_id, media=chosen, prompt=prompt, rejected=rejected))
-
-
-def is_pair_member(member: IndexEntry, role: str) -> bool:
-    stem, suffix = os.path.splitext(member.field)
-    return stem == role and suffix in MEDIA_SUFFIXES
+            rejected = TarMember(shard, index.version, media["rejected"][0])
+            self.samples.append(
+                Sample(id=sample_id, media=assigned[0], prompt=prompt, rejected=rejected, images=assigned[1])
+            )

@@ -14,6 +14,7 @@ from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.hf_dataset import HfDataset
 from wfm_ds.data.lerobot import LeRobotSet
+from wfm_ds.data.media_inputs import MediaInputs
 from wfm_ds.data.preference_pairs import load_pairs
 from wfm_ds.data.samples import REASONS, SampleSet, SampleSetMixture
 from wfm_ds.data.webdataset import TarShards
@@ -55,8 +56,9 @@ def check_pairs(dataset: SampleSet, pairs: bool) -> None:
 def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     if data.is_user_kind:
         return build_user_sample_set(data, paths)
+    inputs = MediaInputs.from_recipe(data, Path(paths[0]))
     if data.kind == "pairs":
-        return load_pairs(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+        return load_pairs(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction, inputs=inputs)
     if data.kind == "sets":
         return SampleSetMixture(
             {
@@ -65,9 +67,9 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
             }
         )
     if data.kind == "hf":
-        return HfDataset(data, paths[0])
+        return HfDataset(data, paths[0], inputs)
     if data.kind == "webdataset":
-        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction, inputs=inputs)
     if data.kind == "lerobot":
         return LeRobotSet(data, paths[0])
     (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_folder()
@@ -77,7 +79,7 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         return CosmosFolder(
             folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir
         )
-    return CaptionedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir)
+    return CaptionedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir, inputs=inputs)
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:

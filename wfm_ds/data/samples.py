@@ -32,8 +32,14 @@ REASONS = {
     "ambiguous": "several images, videos or captions with this name",
     "shard": "truncated or damaged tar file; only samples before the damage are used",
     "short_video": "video shorter than the rows of its episode",
+    "no_source": "without exactly one file for each input image or control video",
+    "same_file": "an input image or video is the target itself, so the model would learn to copy",
     "no_pair": "pair without two different files: `chosen` or `rejected` is missing, or they are the same",
 }
+SOURCE_HINT = (
+    ". docs/data_layouts.md shows how to store input images; for RL from instruction and source alone set data.target: "
+    "false"
+)
 NUM_SHOWN = 10
 MAX_GROWTH = 100  # maximum length of a mixture's epoch relative to the number of samples
 
@@ -140,6 +146,7 @@ class Sample:
     embedding: Path | None = None  # precomputed text embedding: safetensors, or pickle if data.allow_pickle
     rejected: Media | None = None  # for pairs: the image or video that `media` is preferred to
     files: Mapping[str, Media] = field(default_factory=dict)  # .npy files of the same tar by name, for inputs
+    images: Mapping[str, Media] = field(default_factory=dict)  # input images by name, such as `source` (IMAGE_INPUTS)
     rows: Mapping[str, npt.NDArray[np.float32]] | None = None  # features of the episode that `media` is a window of
     texts: tuple[str, ...] = ()  # captions, one of which is drawn in each epoch; if empty, the prompt's text is used
 
@@ -172,9 +179,10 @@ class SampleSet:
         num_entries = len(self.samples) + num_bad
         if not self.samples or num_bad > max_bad_fraction * num_entries:
             entries = [f"{name} ({REASONS[reason]})" for reason, names in self.bad.items() for name in names]
+            hint = SOURCE_HINT if "no_source" in self.bad and not self.samples else ""
             raise DataError(
                 f"{self.source}: {num_bad} of {num_entries} samples are invalid "
-                f"(data.max_bad_fraction: {max_bad_fraction:g}). First: {'; '.join(entries[:NUM_SHOWN])}"
+                f"(data.max_bad_fraction: {max_bad_fraction:g}). First: {'; '.join(entries[:NUM_SHOWN])}{hint}"
             )
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:

@@ -14,8 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
+from wfm_ds.data.input_files import input_suffixes
+from wfm_ds.data.media_inputs import NO_INPUTS, MediaInputs
 from wfm_ds.data.samples import (
     MEDIA_SUFFIXES,
+    Media,
     Sample,
     SampleSet,
     decode_text,
@@ -160,18 +163,27 @@ class TarShards(SampleSet):
     """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
 
     The caption is the key `prompt` of the .json member. If there is none, it is the .txt member, and the .json member
-    becomes metadata. Ids are FOLDER/SHARD/KEY, where SHARD is the name of the tar file without .tar.
+    becomes metadata. Ids are FOLDER/SHARD/KEY, where SHARD is the name of the tar file without .tar. Input images are
+    members such as KEY.source.png.
     """
 
     content: ClassVar = "captioned media"  # for messages
 
-    def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        *,
+        cache_dir: Path | None,
+        max_bad_fraction: float,
+        inputs: MediaInputs = NO_INPUTS,
+    ) -> None:
         """patterns: paths and s3:// addresses with {000..123} and globs. cache_dir: folder for cached indices.
 
         Raises DataError if a shard is missing, if two shards have equal file and folder names, if there is no usable
         sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
+        self.inputs = inputs
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
         prefixes = unique_shard_names(shards)
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tar") as pool:
@@ -197,6 +209,8 @@ class TarShards(SampleSet):
         self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, duplicate: bool
     ) -> None:
         media = [member for member in members if f".{member.field}" in MEDIA_SUFFIXES]
+        if not media and not self.inputs.has_target:
+            media = [member for member in members if has_role(member, self.inputs.original)]
         captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
         name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
         if not media and not captions:
@@ -209,12 +223,15 @@ class TarShards(SampleSet):
             self.reject("no_json", name)
         elif (prompt := parse_prompt(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
+        elif isinstance(assigned := self._assign_images(shard, index, media[0], members), str):
+            self.reject(assigned, name)
         else:
             self.samples.append(
                 Sample(
                     id=sample_id,
-                    media=TarMember(shard, index.version, media[0]),
+                    media=assigned[0],
                     prompt=prompt,
+                    images=assigned[1],
                     files={
                         f"{key.rpartition('/')[2]}.{member.field}": TarMember(shard, index.version, member)
                         for member in members
@@ -222,6 +239,23 @@ class TarShards(SampleSet):
                     },
                 )
             )
+
+    def _assign_images(
+        self, shard: str, index: TarIndex, media: IndexEntry, members: Sequence[IndexEntry]
+    ) -> tuple[Media, dict[str, Media]] | str:
+        files = {name: [member for member in members if has_role(member, name)] for name in self.inputs.names}
+        images = {
+            name: TarMember(shard, index.version, entries[0])
+            for name, entries in files.items()
+            if len(entries) == 1 and os.path.splitext(entries[0].field)[1] in input_suffixes(name)
+        }
+        return self.inputs.assign(TarMember(shard, index.version, media), images)
+
+
+def has_role(member: IndexEntry, role: str) -> bool:
+    """Return whether a member is an image or video KEY.ROLE.EXT."""
+    stem, suffix = os.path.splitext(member.field)
+    return stem == role and suffix in MEDIA_SUFFIXES
 
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:

@@ -24,13 +24,27 @@ def require_new_folder(out: Path) -> None:
         raise DataError(f"{out} exists and is not an empty folder: use a new folder or remove it")
 
 
-def write_video(path: Path, frames: npt.NDArray[np.uint8], fps: int) -> None:
-    """Write RGB frames [T,H,W,3] as a lossless video (FFV1 in Matroska). The file is bitwise reproducible."""
+SOUND_RATE = 16000  # samples per second
+
+
+def write_video(
+    path: Path, frames: npt.NDArray[np.uint8], fps: int, sound: npt.NDArray[np.int16] | None = None
+) -> None:
+    """Write RGB frames [T,H,W,3] as a lossless video (FFV1 in Matroska). The file is bitwise reproducible.
+
+    sound: [samples] of one channel, SOUND_RATE samples per second. None: no sound.
+    """
     options = {"fflags": "+bitexact"}  # no random identifier in the container
     with av.open(str(path), "w", format="matroska", options=options) as container:
         stream = container.add_stream("ffv1", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
         stream.codec_context.thread_count = 1
+        track = None if sound is None else container.add_stream("pcm_s16le", rate=SOUND_RATE, layout="mono")
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24").reformat(format="bgr0")))
         container.mux(stream.encode(None))
+        if sound is not None and track is not None:
+            samples = av.AudioFrame.from_ndarray(sound[None], format="s16", layout="mono")
+            samples.sample_rate, samples.pts = SOUND_RATE, 0
+            container.mux(track.encode(samples))
+            container.mux(track.encode(None))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.demos.files import data_parser, require_new_folder, write_video
+from wfm_ds.demos.files import SOUND_RATE, data_parser, require_new_folder, write_video
 from wfm_ds.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
@@ -24,6 +24,7 @@ HALF_SIZE = np.array([2.0, 1.0, 2.0])  # of the room in metres: x right, y down,
 TILE = 0.5
 WALLS = np.array([[[220, 70, 60], [70, 170, 80]], [[230, 220, 200], [90, 80, 70]], [[60, 90, 210], [240, 180, 40]]])
 MAX_TURN, MAX_STEP = 5.0, 0.08  # per frame, in degrees and metres
+PITCH = 440.0  # of a camera that does not turn, in Hz
 
 
 def camera_path(turn: float, forward: float, sideways: float) -> Floats:
@@ -59,13 +60,21 @@ def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
     return frames
 
 
+def make_sound(turn: float) -> npt.NDArray[np.int16]:
+    """Return the sound of a clip, int16 [samples]: a tone, which is higher the more the camera turns right."""
+    seconds = np.arange(NUM_FRAMES * SOUND_RATE // FPS) / SOUND_RATE
+    tone = 8000 * np.sin(2 * np.pi * PITCH * 2 ** (turn / MAX_TURN) * seconds)
+    sound: npt.NDArray[np.int16] = np.rint(tone).astype(np.int16)
+    return sound
+
+
 def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """Write NNNN.mkv, .c2w.npy and .json. Return (camera poses [9,4,4], frames [9,32,32,3])."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "room", number)))
     turn, forward, sideways = generator.uniform(-1, 1, 3) * [MAX_TURN, MAX_STEP, MAX_STEP]
     poses, stem = camera_path(turn, forward, sideways), f"{number:04}"
     frames = render_frames(poses)
-    write_video(folder / f"{stem}.mkv", frames, FPS)
+    write_video(folder / f"{stem}.mkv", frames, FPS, make_sound(turn))
     np.save(folder / f"{stem}.c2w.npy", poses.astype(np.float32))
     prompt = f"a tiled room, the camera turns {'right' if turn > 0 else 'left'}"
     camera = {"c2w": f"{stem}.c2w.npy", "intrinsics": LENS}

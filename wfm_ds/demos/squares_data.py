@@ -1,4 +1,4 @@
-"""`wfm data squares OUT_DIR`: write the squares demo for vision-language models."""
+"""Coloured squares: `wfm data squares OUT_DIR` for vision-language models, and edits for tiny recipes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from wfm_ds.demos.files import data_parser, require_new_folder
 COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
     {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (30, 60, 220), "yellow": (230, 210, 30)}
 )
+Colour = tuple[int, int, int]
+GREY, BLACK, WHITE = (128, 128, 128), (0, 0, 0), (255, 255, 255)
 SIDE = 56  # of an image, in pixels
-NUM_IMAGES = 40
+NUM_IMAGES, NUM_EDITS = 40, 24
 
 
-def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
-    pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
+def draw_square(number: int, colour: Colour, background: Colour = GREY) -> Image.Image:
+    pixels = np.full((SIDE, SIDE, 3), background, np.uint8)
     size, offset = 20 + number * 7 % 16, number * 5 % 20
     pixels[offset : offset + size, offset : offset + size] = colour
     return Image.fromarray(pixels)
@@ -57,6 +59,36 @@ def write_squares(out: Path) -> int:
     rows = [annotation_row(number, names) for number in range(NUM_IMAGES)]
     (out / "annotations.json").write_text(json.dumps(rows, indent=1) + "\n")
     return NUM_IMAGES
+
+
+def write_edits(out: Path) -> int:
+    """Write edits of coloured squares, such as "paint the square red", and return their number.
+
+    Folders: source, source_2 (a square of the wanted colour), source_3 (the background), mask, target and rejected
+    (another colour). Tables: metadata.jsonl, and pairs.jsonl with preference pairs.
+    """
+    rows, pairs = [], []
+    for number in range(NUM_EDITS):
+        before, after, other = (list(COLOURS)[(number + shift) % len(COLOURS)] for shift in (0, 1 + number % 2, 3))
+        name, prompt = f"{number:03}", f"paint the square {after}"
+        images = {
+            "source": draw_square(number, COLOURS[before]),
+            "source_2": draw_square(0, COLOURS[after]),
+            "source_3": draw_square(number, GREY),
+            "mask": draw_square(number, WHITE, BLACK),
+            "target": draw_square(number, COLOURS[after]),
+            "rejected": draw_square(number, COLOURS[other]),
+        }
+        for folder, image in images.items():
+            (out / folder).mkdir(parents=True, exist_ok=True)
+            image.save(out / folder / f"{name}.png")
+        files = {folder: f"{folder}/{name}.png" for folder in images}
+        target, rejected = files.pop("target"), files.pop("rejected")
+        rows.append(json.dumps({"file_name": target, "prompt": prompt, **files}) + "\n")
+        pairs.append(json.dumps({"prompt": prompt, "chosen": target, "rejected": rejected, **files}) + "\n")
+    (out / "metadata.jsonl").write_text("".join(rows))
+    (out / "pairs.jsonl").write_text("".join(pairs))
+    return NUM_EDITS
 
 
 parser = partial(

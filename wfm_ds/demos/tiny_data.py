@@ -10,10 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from wfm_ds.demos.actions_data import write_clip
+from wfm_ds.demos.controls_data import write_controls
 from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.demos.long_actions_data import WalkSet, write_walk
 from wfm_ds.demos.room_data import write_room
-from wfm_ds.demos.squares_data import write_squares
+from wfm_ds.demos.squares_data import write_edits, write_squares
 from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
@@ -51,6 +52,8 @@ WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
         "brightness": write_action_clips,
         "walks": write_long_action_clips,
         "squares": write_squares,
+        "edits": write_edits,
+        "controls": write_controls,
     }
 )
 

@@ -255,7 +255,7 @@ class World:
         """Return the JSON values of all replica leaders, in replica order, on every rank. All ranks must call this."""
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
-    def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    def gather_leader_arrays(self, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Return the arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
 
         Only replica leaders call this method, with arrays of the same shape.

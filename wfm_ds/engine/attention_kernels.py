@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_wm import SanaWMCrossAttnProcessor
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
-from torch import nn
+from torch import Tensor, nn
 
 from wfm_ds.errors import UserError
 from wfm_ds.recipe.shared_defaults import AttentionName
@@ -28,7 +28,6 @@ from wfm_ds.ulysses.sd3 import SD3JointAttention
 
 Capability = tuple[int, int]
 
-CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # `auto` selects cuDNN on GPUs with at least this compute capability
 REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
@@ -74,7 +73,6 @@ KERNELS: Mapping[AttentionName, AttentionKernel] = {
         capabilities=((9, 0), (10, 0)),
         head_sizes=range(8, 257, 8),
         package="FlashAttention-3 (flash_attn_interface, built from the folder hopper/ of flash-attention's sources)",
-        has_backward=False,  # diffusers wraps it as an operator without a gradient
     ),
     "sage": AttentionKernel(
         backend=AttentionBackendName.SAGE,
@@ -89,19 +87,19 @@ KERNELS: Mapping[AttentionName, AttentionKernel] = {
 def choose_kernel(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
 ) -> AttentionName:
-    """Return the attention kernel to use: `name`, or for `auto` the best kernel for this denoiser, dtype and device.
+    """Return the attention kernel to use: `name`, or `native` for `auto`.
+
+    torch selects cuDNN itself on GPUs of compute capability 9 and 10 if cuDNN is newer than 9.15.0. Older versions of
+    cuDNN have memory errors for numbers of tokens that are not multiples of 128. diffusers' kernel `cudnn` copies
+    queries, keys and values to another layout first, which `native` does not need.
 
     denoiser: may be on the meta device. trains: whether gradients are needed. Raises UserError if the kernel `name`
     cannot be used.
     """
-    if name == "native":
-        return name
+    if name in ("auto", "native"):
+        return "native"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    wanted: AttentionName = "cudnn" if name == "auto" else name
-    problem = find_obstacle(wanted, denoiser, dtype, capability, trains=trains)
-    if name == "auto":
-        fast = problem is None and capability is not None and capability >= CUDNN_FASTER_CAPABILITY
-        return "cudnn" if fast else "native"
+    problem = find_obstacle(name, denoiser, dtype, capability, trains=trains)
     if problem is not None:
         raise UserError(f"model.attention: {name} {problem}, or set it to auto or native")
     return name
@@ -166,13 +164,38 @@ def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
-def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
-    """Set the kernel of all attention layers. name: result of `choose_kernel`.
+def attend_with_flash3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    return_lse: bool = False,
+    _parallel_config: None = None,
+) -> Tensor:
+    """Call FlashAttention-3 with a gradient: diffusers wraps it as an operator without one.
+
+    query, key, value: [batch, tokens, heads, channels], like the result. The signature is that of diffusers' function.
+    """
+    from flash_attn_interface import flash_attn_func
+
+    if attn_mask is not None or return_lse:
+        raise ValueError("FlashAttention-3 supports neither attn_mask nor return_lse")
+    result = flash_attn_func(query, key, value, softmax_scale=scale, causal=is_causal)
+    out: Tensor = result[0] if isinstance(result, tuple) else result  # older versions also return the log-sum-exp
+    return out
+
+
+def use_kernel(denoiser: nn.Module, name: AttentionName, *, trains: bool = False) -> None:
+    """Set the kernel of all attention layers. name: result of `choose_kernel`. trains: whether gradients are needed.
 
     If the denoiser uses sequence parallelism, install that first.
     """
     if name == "native":
         return
+    if name == "flash3" and trains:
+        _AttentionBackendRegistry._backends[KERNELS[name].backend] = attend_with_flash3
     # Do not call diffusers' set_attention_backend, because it also changes every other model in the process.
     for _, layer in attention_layers(denoiser):
         processor = REPLACEMENT_PROCESSORS.get(type(layer.processor))

@@ -20,6 +20,9 @@ from wfm_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 NUM_WARM_UPS = 2  # calls before the recording; they compile and select kernels and allocate workspaces
+MAX_RECORDINGS = 32
+"""Maximum number of recordings of a network. A run with texts of one length needs at most one for each combination of
+batch size, expert, policy and guidance pass. Each recording keeps its inputs and its result on the device."""
 CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Function that records a computation and returns (replay function, result). Each replay overwrites the result."""
 
@@ -35,12 +38,14 @@ class GraphReplayer:
     """Runs a network by replaying recorded calls. Calls with the same signature share a recording.
 
     The signature consists of the shape, dtype and device of each tensor argument, the values of all other arguments,
-    and `variant`, the name of the active weights.
+    and `variant`, the name of the active weights. If there are more than MAX_RECORDINGS signatures, for example because
+    texts have many lengths, the least recently used recording is dropped.
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._network, self._parameters = network, parameters
-        self._recordings: dict[Hashable, RecordedCall] = {}
+        self._recordings: dict[Hashable, RecordedCall] = {}  # least recently used first
+        self._has_warned = False
         self._weight_addresses: list[tuple[Tensor, int]] = []
         self._captures: dict[torch.device, CaptureFunction] = {}
 
@@ -57,9 +62,11 @@ class GraphReplayer:
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))
-        if signature not in self._recordings:
-            self._recordings[signature] = self._record(values, layout, tensors[0].device)
-        recording = self._recordings[signature]
+        recording = self._recordings.pop(signature, None)
+        if recording is None:
+            self._drop_oldest_recordings()
+            recording = self._record(values, layout, tensors[0].device)
+        self._recordings[signature] = recording
         for input_tensor, tensor in zip(recording.inputs, tensors, strict=True):
             input_tensor.copy_(tensor)
         recording.replay()
@@ -68,6 +75,19 @@ class GraphReplayer:
     @property
     def num_recordings(self) -> int:
         return len(self._recordings)
+
+    def _drop_oldest_recordings(self) -> None:
+        """Make room for one more recording."""
+        while len(self._recordings) >= MAX_RECORDINGS:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "rollout.cuda_graph: forward passes have more than %d combinations of batch size and text length: "
+                    "CUDA graphs are dropped and recorded again, which takes the time of %d forward passes each",
+                    MAX_RECORDINGS,
+                    NUM_WARM_UPS,
+                )
+            del self._recordings[next(iter(self._recordings))]
 
     def _record(self, values: list[Any], layout: Any, device: torch.device) -> RecordedCall:
         if not self._recordings:

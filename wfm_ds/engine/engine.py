@@ -43,6 +43,7 @@ from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
 from wfm_ds.engine.shards import Flats, ShardedCopy, adapter_state_name, persistent_buffers
 from wfm_ds.engine.step_checks import GradientWatch, PartLookup, RankGuard, single_part
 from wfm_ds.errors import GatherError, describe_error
+from wfm_ds.pinned_memory import copy_to_host
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import OptimizerRecipe
@@ -308,25 +309,37 @@ class DenoiserEngine(OptimizerSteps):
         total = self.world.sum_over_ranks({"difference": difference, "norm": norm})
         return math.sqrt(total["difference"] / total["norm"])
 
-    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
+    def iter_full_tensors(
+        self, policy: str, *, dtype: torch.dtype = torch.float32, owners: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, full tensor) for each tensor of a policy. All ranks must iterate to the end.
 
         Rank 0 gets CPU tensors, and other ranks get None instead of a tensor. Trained tensors are the policy's fp32
         master weights. In full training, yields all parameters and persistent buffers with their diffusers names. In
         LoRA training, yields the adapter's tensors with names such as `transformer_blocks.0.attn.to_k.lora_A.weight`.
+
+        dtype: dtype to which trained tensors are rounded, on the device. owners: {name: rank that gets this tensor}, in
+        pinned memory on GPUs; rank 0 gets tensors that are not listed. None: rank 0 gets all.
         """
         flats = self._policy_flats(policy)
         for name, parameter in self.module.named_parameters():
             if parameter in self.shards.slices:
                 LIVENESS.record_progress()
+                public_name = name.replace(".default.", ".")
+                owner = 0 if owners is None else owners.get(public_name, 0)
                 try:
-                    tensor = self.shards.gather_parameter(parameter, flats, self.world.device)
+                    tensor = self.shards.gather_parameter(parameter, flats, self.world.device, owner)
+                    if tensor is not None:
+                        tensor = tensor.to(dtype)
+                        tensor = tensor.cpu() if owners is None else copy_to_host(tensor)
                 except Exception as error:
                     raise GatherError(f"gathering {name}: {describe_error(error)}") from error
-                yield name.replace(".default.", "."), tensor
+                yield public_name, tensor
+                del tensor
         if not self.uses_lora:
             for name, buffer in persistent_buffers(self.module):
-                yield name, buffer.detach().cpu().clone() if self.world.is_main else None
+                owner = 0 if owners is None else owners.get(name, 0)
+                yield name, buffer.detach().cpu().clone() if self.world.rank == owner else None
 
     # Checkpoints
 

@@ -5,6 +5,7 @@ A multiply-add in a linear layer, attention or a convolution counts as 2 FLOPs. 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import Counter
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from wfm_ds.engine.adapter_layers import find_adapter_layers
+from wfm_ds.engine.checkpointing import enable_checkpointing
+from wfm_ds.engine.live_bytes import emulate_gpu_attention
 from wfm_ds.engine.policies import add_adapters, set_trainable
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import Checkpointing
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +66,11 @@ def make_flop_counter() -> FlopCounterMode:
     )
 
 
-def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
-    """Count the FLOPs of the forward pass `predict` of `denoiser`, on the meta device, and of its backward pass."""
+def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: Checkpointing) -> Flops:
+    """Count the FLOPs of the forward pass `predict` of `denoiser`, on the meta device, and of its backward pass.
+
+    checkpointing: value of model.gradient_checkpointing.
+    """
 
     def count_passes() -> tuple[int, int]:
         with make_flop_counter() as counter:
@@ -76,8 +83,11 @@ def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpo
     forward, backward = count_passes()
     recompute = 0
     if checkpointing:
-        module.enable_gradient_checkpointing()
-        recompute = count_passes()[1] - backward
+        # `attention` keeps outputs of fused attention, which the meta device does not have without emulation.
+        with emulate_gpu_attention() if checkpointing == "attention" else contextlib.nullcontext():
+            without = count_passes()[1] if checkpointing == "attention" else backward
+            enable_checkpointing(denoiser, checkpointing)
+            recompute = count_passes()[1] - without
         module.disable_gradient_checkpointing()
     return Flops(forward, backward, recompute, count_without_adapters(denoiser, predict) or forward)
 
@@ -129,7 +139,7 @@ class ForwardKind:
 class FlopCounter:
     """Records the forward passes of one rank and returns their total FLOPs (`pop_count`)."""
 
-    def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
+    def __init__(self, meta_denoiser: nn.Module, *, checkpointing: Checkpointing) -> None:
         """meta_denoiser: copy of the denoiser on the meta device, with the adapters and requires_grad flags of the
         original.
         """
@@ -154,7 +164,7 @@ class FlopCounter:
     def record_forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
     ) -> None:
-        """Record a forward pass with these arguments. Tensor arguments must have one row per sample."""
+        """Record a forward pass with these arguments. Tensors and lists must have one row or item per sample."""
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
@@ -222,8 +232,12 @@ def make_trainable(
 
 
 def _argument_shape(value: Any) -> Hashable:
+    if isinstance(value, list):
+        return tuple(map(_argument_shape, value[:1]))
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _single_sample(value: Any) -> Any:
+    if isinstance(value, list):
+        return value[:1]
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -17,8 +17,11 @@ from wfm_ds.distributed.world import World
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.block_compilation import compile_blocks
+from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.engine.fp8_training import train_in_float8
+from wfm_ds.engine.fused_norms import fuse_norms
 from wfm_ds.engine.policies import NO_ADAPTERS, Adapters, AdapterTensors, add_adapters, set_trainable
+from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 
@@ -48,7 +51,6 @@ def prepare_denoiser(
     config: the config for deepspeed.initialize. names: names of the policy copies that have adapters. extra_adapters:
     names of the extra adapters. For the other arguments and the errors, see `DenoiserEngine.build`.
     """
-    module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
     quantise_base(denoiser, block_classes, recipe.model.base_precision, dtype, world.device)
     place_weights(denoiser, config, dtype, world.device)
@@ -70,14 +72,18 @@ def prepare_denoiser(
         )
         cast_adapters(denoiser, dtype)
         logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, len(adapters.layers), ", ".join(targets))
-    if recipe.model.gradient_checkpointing:
-        module.enable_gradient_checkpointing()
+    enable_checkpointing(denoiser, recipe.model.gradient_checkpointing)
     if world.replica is not None:
         shard_tokens(denoiser, world.replica.group)
     kernel = attention_kernels.choose_kernel(recipe.model.attention, denoiser, dtype, world.device, trains=True)
-    attention_kernels.use_kernel(denoiser, kernel)
+    if kernel == "flash3" and recipe.engine.compile:
+        raise RecipeError("model.attention: flash3 cannot be compiled with gradients: set engine.compile: false")
+    attention_kernels.use_kernel(denoiser, kernel, trains=True)
+    if recipe.engine.fused_norms:
+        fuse_norms(denoiser)
     if recipe.engine.compile:
-        compile_blocks(denoiser, block_classes)
+        compares = recipe.is_rl and recipe.rl.algorithm.compares_log_probs
+        compile_blocks(denoiser, block_classes, same_sums=compares)
         logger.info("blocks are compiled at first use")
     if world.device.type != "cpu":  # a CPU has only one attention kernel
         logger.info("attention kernel: %s", kernel)

@@ -143,18 +143,20 @@ class Shards:
         piece = self.slices[parameter]
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
-    def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return a full parameter in fp32 on the CPU of rank 0. Other ranks get None. All ranks must call this.
+    def gather_parameter(
+        self, parameter: nn.Parameter, flats: Flats, device: torch.device, owner: int = 0
+    ) -> Tensor | None:
+        """Return a full parameter in fp32 on the device of the rank `owner`. Other ranks get None.
 
-        flats: one flat tensor per optimizer group. device: device on which the parameter is gathered.
+        All ranks must call this. flats: one flat tensor per optimizer group. device: device of this rank.
         """
         piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
             device
         )
-        dist.reduce(whole, dst=0)  # one rank owns each element and all other ranks add 0, so the sum is exact
-        return whole.view(shape).cpu() if dist.get_rank() == 0 else None
+        dist.reduce(whole, dst=owner)  # one rank has each element and all other ranks add 0, so the sum is exact
+        return whole.view(shape) if dist.get_rank() == owner else None
 
     def zero_gradients(self) -> None:
         """Zero the accumulated gradients at ZeRO-3 after an optimizer step.

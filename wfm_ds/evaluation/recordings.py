@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.data.clip_layout import ClipLayout
-from wfm_ds.data.media import load_media
+from wfm_ds.data.media import load_pixels
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample
 from wfm_ds.types import Score
@@ -46,7 +46,7 @@ class Recordings:
         if prompt_id not in self.media:
             return "no recording: the sample is an image"
         try:
-            return load_media(self.media[prompt_id], self.framing, draw_centre)
+            return load_pixels(self.media[prompt_id], self.framing, draw_centre)
         except BadMedia as error:
             return str(error)
 

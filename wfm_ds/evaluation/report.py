@@ -283,28 +283,35 @@ def render_interval(gap: Difference | None, scale: float) -> str:
 
 def render_samples(results: EvaluationResults, prompt: int) -> str:
     text = results.prompts[prompt].text
-    titles = "".join(f"<th>{escape(model.name)}</th>" for model in results.models)
+    images = results.base.images[prompt * len(results.seeds)] if results.base.images else {}
+    titles = "".join(f"<th>{escape(name)}</th>" for name in (*images, *(model.name for model in results.models)))
+    inputs = "".join(f"<td>{render_media(file, results.base.sizes[0], name)}</td>" for name, file in images.items())
     rows = []
     for column, seed in enumerate(results.seeds):
         index = prompt * len(results.seeds) + column
-        cells = "".join(f"<td>{render_sample(model, index, text, results)}</td>" for model in results.models)
+        cells = inputs + "".join(f"<td>{render_sample(model, index, text, results)}</td>" for model in results.models)
         rows.append(f"<tr><th>seed {seed}</th>{cells}</tr>")
     table = f'<table class="samples"><tr><th></th>{titles}</tr>\n{"".join(rows)}</table>'
     return f'<h2>{escape(text)}</h2>\n<div class="scroll">{table}</div>'
 
 
 def render_sample(model: ModelResults, index: int, prompt: str, results: EvaluationResults) -> str:
-    link, (height, width_pixels) = escape(quote(model.files[index])), model.sizes[index]
-    size = f'width="{width_pixels}" height="{height}"' + (
-        ' class="small"' if max(height, width_pixels) < SMALL_SIDE else ""
-    )
-    media = (
-        f'<video src="{link}" {size} controls loop muted playsinline preload="none"></video>'
-        if link.endswith(".mp4")
-        else f'<a href="{link}"><img src="{link}" {size} alt="{escape(prompt)}" loading="lazy"></a>'
-    )
     lines = []
     for name in results.rewards:
         score = model.samples[index][name]
         lines.append(f"{name} {score.value:.3g}" if score.value is not None else f"{name}: {score.failure}")
+    media = render_media(model.files[index], model.sizes[index], prompt)
     return media + "".join(f"<div>{escape(line)}</div>" for line in lines)
+
+
+def render_media(file: str, shape: tuple[int, int], text: str) -> str:
+    """Return the HTML of an image or video. shape: height and width in pixels. text: description of the image."""
+    link, (height, width_pixels) = escape(quote(file)), shape
+    size = f'width="{width_pixels}" height="{height}"' + (
+        ' class="small"' if max(height, width_pixels) < SMALL_SIDE else ""
+    )
+    return (
+        f'<video src="{link}" {size} controls loop muted playsinline preload="none"></video>'
+        if link.endswith(".mp4")
+        else f'<a href="{link}"><img src="{link}" {size} alt="{escape(text)}" loading="lazy"></a>'
+    )

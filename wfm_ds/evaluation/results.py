@@ -203,6 +203,7 @@ class ModelResults:
     samples: SampleScores
     diversity: Array | None  # diversity of each prompt; None if there is only one seed
     clips: Sequence[SampleScores] = ()  # scores by clip, with the similarity to recordings; empty if not measured
+    images: Sequence[Mapping[str, str]] = ()  # {name: file} of each sample's input images, or empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FewStepCall:
-    """A pipeline call: all arguments except prompts and inputs, and the scheduler that the pipeline needs."""
+    """A pipeline call: all arguments except prompts and inputs, and the components that the pipeline needs."""
 
     arguments: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: the pipeline's own scheduler
+    guider: Mapping[str, Any] | None = None  # content of guider_config.json; None: the pipeline has no guider
 
 
 def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
     """Return the pipeline call for evenly spaced noise levels.
 
     The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler with these
-    levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise.
+    levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise. If the pipeline has a
+    guider, one with the recipe's guidance scale replaces it.
     Raises ModelError if plain diffusers cannot use the levels or the guidance.
     """
     pipeline, num_steps = model.pipeline, sampling.eval_steps
@@ -67,7 +69,8 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
     arguments |= _guidance_arguments(model, sampling)
     if sampling.negative_prompt is not None and sampling.uses_guidance() and "negative_prompt" in parameters:
         arguments["negative_prompt"] = sampling.negative_prompt
-    return FewStepCall(arguments, None if scheduler is None else json.loads(scheduler.to_json_string()))
+    stored_scheduler = None if scheduler is None else json.loads(scheduler.to_json_string())
+    return FewStepCall(arguments, stored_scheduler, model.guider_config(sampling.guidance_scale))
 
 
 def _guidance_arguments(model: DiffusionModel, sampling: SamplingRecipe) -> dict[str, Any]:

@@ -1,24 +1,22 @@
-"""Python code that loads an export with diffusers alone."""
+"""Python code that loads an export with diffusers."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from wfm_ds.export.pipeline_folder import CALL_FILE, SCHEDULER_FILE, pipeline_components, read_index
+from wfm_ds.export.pipeline_folder import CALL_FILE, REPLACEABLE_CONFIGS, pipeline_components, read_index
 from wfm_ds.export.weights import LORA_FILES, LORA_PREFIX, WHOLE_LAYER_FILES
 from wfm_ds.models.assets.hub import snapshot_origin
-from wfm_ds.models.assets.loading import read_call_json
+from wfm_ds.models.assets.loading import read_call_json, resolve_pipeline_class
 from wfm_ds.models.assets.weight_files import pipeline_variant
 
 SAFETY_CHECKER = "safety_checker"
 
 
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """Return Python code that loads the result of `export_weights` with diffusers alone.
+    """Return Python code that loads the result of `export_weights` with diffusers, or with a pipeline class of wfm_ds.
 
     base: folder of the pipeline that was trained. lora: whether the export is a LoRA. Raises ModelError if the base
     folder's model_index.json cannot be read.
@@ -31,16 +29,21 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     arguments += [f"{name}=None" for name in _components_to_disable(pipeline)]
     if variant := pipeline_variant(pipeline):
         arguments.append(f'variant="{variant}"')
-    lines = ["from diffusers import DiffusionPipeline"]
+    pipeline_class = resolve_pipeline_class(read_index(pipeline))
+    is_stock = pipeline_class.__module__.startswith("diffusers.")
+    module, name = (
+        ("diffusers", "DiffusionPipeline") if is_stock else (pipeline_class.__module__, pipeline_class.__name__)
+    )
+    lines = [f"from {module} import {name}"]
     if _builds_safety_checker(pipeline):
         lines.append(
             "# diffusers builds a safety checker, which needs its package, unless you pass safety_checker=...:"
         )
-    lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
+    lines.append(f"pipe = {name}.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
         # If the pipeline class has no LoRA loader, use the network's loader, or add a loader to the network.
-        has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
+        has_loader = hasattr(pipeline_class, "load_lora_weights")
         loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
         if not has_loader and (network := _network_without_loader(pipeline)) is not None:
             lines.append("from diffusers.loaders import PeftAdapterMixin  # the network class does not have it")
@@ -54,10 +57,11 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
                 layers_file = json.dumps(str(exported / WHOLE_LAYER_FILES[part]))
                 lines.append("from safetensors.torch import load_file  # the fully trained layers")
                 lines.append(f"pipe.{part}.load_state_dict(load_file({layers_file}), strict=False)")
-        if (exported / SCHEDULER_FILE).exists():
-            scheduler = json.loads((exported / SCHEDULER_FILE).read_text(encoding="utf-8"))["_class_name"]
-            lines.append(f"from diffusers import {scheduler}")
-            lines.append(f"pipe.scheduler = {scheduler}.from_pretrained({name})")
+        for component, file in REPLACEABLE_CONFIGS.items():
+            if (exported / file).exists():
+                class_name = json.loads((exported / file).read_text(encoding="utf-8"))["_class_name"]
+                lines.append(f"from diffusers import {class_name}")
+                lines.append(f"pipe.{component} = {class_name}.from_pretrained({name})")
     if (exported / CALL_FILE).exists() and read_call_json(exported) != read_call_json(base):
         lines.append(f"# pass the call arguments in {exported / CALL_FILE}, with which it was trained")
     return "\n".join(lines)
@@ -75,7 +79,7 @@ def _network_without_loader(pipeline: Path) -> str | None:
 def _components_to_disable(pipeline: Path) -> list[str]:
     """Return the components that must be passed as None, because the folder lacks them, such as SD3's T5."""
     index = read_index(pipeline)
-    optional = getattr(_pipeline_class(index), "_optional_components", [])
+    optional = getattr(resolve_pipeline_class(index), "_optional_components", [])
     return [
         name
         for name, (_, class_name) in pipeline_components(index).items()
@@ -86,11 +90,5 @@ def _components_to_disable(pipeline: Path) -> list[str]:
 def _builds_safety_checker(pipeline: Path) -> bool:
     """Return whether diffusers creates a safety checker that the folder does not contain (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
-    parameters = inspect.signature(_pipeline_class(index)).parameters
+    parameters = inspect.signature(resolve_pipeline_class(index)).parameters
     return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
-
-
-def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    import diffusers
-
-    return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)

@@ -267,7 +267,8 @@ def _parse_layers(
         where = f"{file}: {shorten_path(module)}"
         members = _diffusers_layers(module, table)
         layer = _make_layer(group, _strip_prefixes(module), settings, where)
-        parts = split_layer(layer, len(members)) if len(members) > 1 else [layer]
+        sizes = (1,) if table is None else table.find_slice_sizes(members[0])
+        parts = split_layer(layer, sizes) if len(members) > 1 else [layer]
         part_layers = {name: part for name, part in zip(members, parts, strict=True) if part is not None}
         if layers.keys() & part_layers.keys():
             raise ModelError(f"{where}: the file has this layer twice; copy the LoRA again")

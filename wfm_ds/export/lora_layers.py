@@ -66,15 +66,22 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
+def fuse_layers(members: Sequence[LoraLayer | None], sizes: Sequence[int] = ()) -> LoraLayer:
     """Fuse LoRA layers into one LoRA layer. The A matrices are stacked, and the new B is block-diagonal.
 
-    Each member gets an equal number of consecutive output rows. The rows of a None member have no update. Raises
-    ModelError if only some members use DoRA.
+    Each member gets consecutive output rows. The rows of a None member have no update.
+    sizes: relative numbers of rows of the members (default: equal).
+    Raises ModelError if only some members use DoRA.
     """
-    first = next(member for member in members if member is not None)
-    rows, scales = len(first.B), {member.scale for member in members if member is not None}
-    filled = [_zero_layer(first) if member is None else member for member in members]
+    sizes = sizes or [1] * len(members)
+    first, unit = next(
+        (member, len(member.B) // size) for member, size in zip(members, sizes, strict=True) if member is not None
+    )
+    scales = {member.scale for member in members if member is not None}
+    filled = [
+        _zero_layer(first, unit * size) if member is None else member
+        for member, size in zip(members, sizes, strict=True)
+    ]
     if len(scales) > 1:
         filled = [member.bake_alpha() for member in filled]
     elif None in members:
@@ -82,11 +89,11 @@ def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     magnitudes = [member.magnitude for member in members if member is not None and member.magnitude is not None]
     if magnitudes and len(magnitudes) < len(members):
         raise ModelError("several layers form one original layer, but only some of them have DoRA; target all of them")
-    B = first.B.new_zeros(rows * len(filled), sum(member.rank for member in filled), *first.B.shape[2:])
-    column = 0
-    for index, member in enumerate(filled):
-        B[index * rows : (index + 1) * rows, column : column + member.rank] = member.B
-        column += member.rank
+    B = first.B.new_zeros(unit * sum(sizes), sum(member.rank for member in filled), *first.B.shape[2:])
+    row = column = 0
+    for member in filled:
+        B[row : row + len(member.B), column : column + member.rank] = member.B
+        row, column = row + len(member.B), column + member.rank
     return LoraLayer(
         torch.cat([member.A for member in filled]),
         B,
@@ -95,21 +102,22 @@ def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     )
 
 
-def _zero_layer(like: LoraLayer) -> LoraLayer:
-    return LoraLayer(torch.zeros_like(like.A), torch.zeros_like(like.B), like.alpha)
+def _zero_layer(like: LoraLayer, rows: int) -> LoraLayer:
+    return LoraLayer(torch.zeros_like(like.A), like.B.new_zeros(rows, *like.B.shape[1:]), like.alpha)
 
 
-def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a LoRA layer into layers for equal ranges of its output rows. This is the inverse of `fuse_layers`.
+def split_layer(layer: LoraLayer, sizes: Sequence[int]) -> list[LoraLayer | None]:
+    """Split a LoRA layer into layers for ranges of its output rows. This is the inverse of `fuse_layers`.
 
-    If B is block-diagonal, new layers without an update become None. Raises ModelError if the rows cannot be split
-    equally.
+    sizes: relative numbers of rows of the new layers. If B is block-diagonal, new layers without an update become None.
+    Raises ModelError if the rows cannot be split in this way.
     """
-    if len(layer.B) % num_parts:
+    num_parts = len(sizes)
+    if len(layer.B) % sum(sizes):
         raise ModelError(f"{len(layer.B)} output rows cannot be split into {num_parts} layers")
-    rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
-    parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
-    magnitudes = [None] * num_parts if layer.magnitude is None else list(layer.magnitude.chunk(num_parts))
+    rank, rows = layer.rank // num_parts, [len(layer.B) // sum(sizes) * size for size in sizes]
+    parts = torch.split(layer.B, rows)
+    magnitudes = [None] * num_parts if layer.magnitude is None else list(torch.split(layer.magnitude, rows))
     blocks = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
     block_diagonal = layer.rank % num_parts == 0 and all(
         torch.count_nonzero(part) == torch.count_nonzero(block) for part, block in zip(parts, blocks, strict=True)

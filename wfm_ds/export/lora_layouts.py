@@ -147,16 +147,16 @@ def original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLay
     _require_original_names(layers, family)
     table = LoraNameTable(family.lora_layer_names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
-    num_members: dict[str, int] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
     for module, layer in layers.items():
         original = table.find_original(module)
         assert original is not None
         groups[original[0]][original[1].index] = layer
-        num_members[original[0]] = original[1].num_slices
+        sizes[original[0]] = original[1].slice_sizes
     return {
         module: group[0]
-        if num_members[module] == 1
-        else fuse_layers([group.get(index) for index in range(num_members[module])])
+        if len(sizes[module]) == 1
+        else fuse_layers([group.get(index) for index in range(len(sizes[module]))], sizes[module])
         for module, group in groups.items()
     }
 

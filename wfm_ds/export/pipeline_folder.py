@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from wfm_ds.errors import ModelError
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 INDEX_FILE = "model_index.json"
 CALL_FILE = "call.json"  # file of wfm_ds next to model_index.json: arguments of the pipeline call
 SCHEDULER_FOLDER, SCHEDULER_FILE = "scheduler", "scheduler_config.json"  # names of diffusers
+# The config files, with diffusers' names, of components that an export can replace.
+REPLACEABLE_CONFIGS: Mapping[str, str] = MappingProxyType(
+    {SCHEDULER_FOLDER: SCHEDULER_FILE, "guider": "guider_config.json"}
+)
 
 # Errors of hard links: another file system, no support, too many links, another user's file (fs.protected_hardlinks).
 UNLINKABLE_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
@@ -84,12 +89,15 @@ def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
         )
 
 
-def replace_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a scheduler config into a pipeline folder that has no scheduler, and name its class in model_index.json."""
-    index = read_index(folder) | {SCHEDULER_FOLDER: ["diffusers", config["_class_name"]]}
+def replace_component(folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    """Write a component's config into a pipeline folder that lacks it, and name its class in model_index.json.
+
+    name: a component in REPLACEABLE_CONFIGS.
+    """
+    index = read_index(folder) | {name: ["diffusers", config["_class_name"]]}
     write_json(folder / INDEX_FILE, index)
-    (folder / SCHEDULER_FOLDER).mkdir()
-    write_json(folder / SCHEDULER_FOLDER / SCHEDULER_FILE, config)
+    (folder / name).mkdir()
+    write_json(folder / name / REPLACEABLE_CONFIGS[name], config)
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.export.few_step_call import build_few_step_call
-from wfm_ds.export.pipeline_folder import pipeline_components, read_index
+from wfm_ds.export.pipeline_folder import REPLACEABLE_CONFIGS, pipeline_components, read_index
 from wfm_ds.export.tensor_file import StoredTensorSpec
 from wfm_ds.models.assets.loading import read_call_json, read_json, read_weight_map
 from wfm_ds.models.assets.weight_files import select_variant, shard_index_path
@@ -48,6 +48,7 @@ class ExportTarget:
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
     scheduler: Mapping[str, Any] | None = None  # config of the scheduler that replaces the base pipeline's scheduler
+    guider: Mapping[str, Any] | None = None  # config of the guider that replaces the base pipeline's guider
 
     @classmethod
     def from_model(cls, model: DiffusionModel, sampling: SamplingRecipe | None = None) -> ExportTarget:
@@ -65,12 +66,13 @@ class ExportTarget:
             for n, value in trained_arguments
             if base_call.get(n, pipeline_call_default(model.pipeline, n)) != value
         }
-        scheduler = None
+        scheduler = guider = None
         if sampling is not None and sampling.eval_grid == "even":
             few_steps = build_few_step_call(model, sampling)
-            call_arguments, scheduler = {**call_arguments, **few_steps.arguments}, few_steps.scheduler
+            call_arguments |= few_steps.arguments
+            scheduler, guider = few_steps.scheduler, few_steps.guider
         parts, frozen = tuple(model.denoiser_components), tuple(model.unused_parameter_patterns)
-        return cls(base, parts, call_arguments, frozen, scheduler)
+        return cls(base, parts, call_arguments, frozen, scheduler, guider)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
@@ -81,12 +83,19 @@ class ExportTarget:
                 "exports at its end"
             )
         parts, frozen = tuple(values["parts"]), tuple(values.get("frozen", ()))
-        return cls(Path(values["base"]), parts, values["call"], frozen, values.get("scheduler"))
+        configs = {name: values.get(name) for name in REPLACEABLE_CONFIGS}
+        return cls(Path(values["base"]), parts, values["call"], frozen, **configs)
 
     def to_json(self) -> dict[str, Any]:
         note = {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call_arguments)}
         note |= {"frozen": list(self.frozen)} if self.frozen else {}
-        return note | ({"scheduler": dict(self.scheduler)} if self.scheduler else {})
+        return note | {name: dict(config) for name, config in self.replaced_configs.items()}
+
+    @property
+    def replaced_configs(self) -> dict[str, Mapping[str, Any]]:
+        """Return {component: its config in the export} for the components in REPLACEABLE_CONFIGS that differ."""
+        configs = {name: getattr(self, name) for name in REPLACEABLE_CONFIGS}
+        return {name: config for name, config in configs.items() if config is not None}
 
     def is_frozen(self, name: str) -> bool:
         """Return whether training left a tensor unchanged. name: the tensor's name within its component."""

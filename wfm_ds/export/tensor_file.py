@@ -45,9 +45,14 @@ class StoredTensorSpec(NamedTuple):
 class TensorFile:
     """A new safetensors file. All tensors must be written within the `with` block, in any order."""
 
-    def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str]) -> None:
-        """Write the header. Raises OSError if writing fails, and KeyError for an unsupported dtype."""
-        self.path, self._specs = path, dict(specs)
+    def __init__(
+        self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str], *, sync: bool = True
+    ) -> None:
+        """Write the header. Raises OSError if writing fails, and KeyError for an unsupported dtype.
+
+        sync: whether to flush the file to disk at the end.
+        """
+        self.path, self._specs, self._sync = path, dict(specs), sync
         # The same order as save_file: the widest dtype first, so that every tensor is aligned.
         order = sorted(specs, key=lambda name: (DTYPE_ORDER[specs[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -89,9 +94,10 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush the file to disk. Raises ValueError if tensors are missing, and OSError if writing fails."""
+        """Close the file. Raises ValueError if tensors are missing, and OSError if writing fails."""
         with self._file:
             if kind is None:
                 if self._specs:
                     raise ValueError(f"{self.path}: {len(self._specs)} tensors are missing, e.g. {min(self._specs)}")
-                os.fsync(self._file.fileno())
+                if self._sync:
+                    os.fsync(self._file.fileno())

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +25,9 @@ from wfm_ds.errors import ModelError, UserError
 from wfm_ds.export.lora_settings import layer_rank
 from wfm_ds.export.pipeline_folder import (
     CALL_FILE,
-    SCHEDULER_FILE,
-    SCHEDULER_FOLDER,
+    REPLACEABLE_CONFIGS,
     link_unchanged_files,
-    replace_scheduler,
+    replace_component,
     write_json,
 )
 from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget, call_json
@@ -69,6 +69,19 @@ class TensorSource(Protocol):
         ...
 
 
+class ShardedSource(Protocol):
+    """Source of the tensors of a fully trained denoiser that delivers each tensor to one of the ranks."""
+
+    def iter_full_tensors(
+        self, policy: str, *, dtype: torch.dtype, owners: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield (name, tensor) for each tensor. All ranks must iterate to the end.
+
+        The rank owners[name] gets a CPU tensor, and other ranks get None. Trained tensors have the dtype `dtype`.
+        """
+        ...
+
+
 def export_weights(
     target: ExportTarget,
     source: TensorSource,
@@ -78,7 +91,7 @@ def export_weights(
     dtype: torch.dtype,
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
-    trained_only: bool = False,
+    for_workers: bool = False,
 ) -> Path:
     """Write the weights of `policy` in diffusers' format. All ranks must call this with the same arguments.
 
@@ -87,8 +100,8 @@ def export_weights(
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`
     bytes. All other files are hard links to the files in `target.base`, or copies. An earlier export is replaced. If
     writing fails, no incomplete `out` is left.
-    trained_only: after full training, write only the denoiser's configs and trained tensors. After LoRA training, do
-    not warn if the LoRA has no effect.
+    for_workers: whether this is a publication of a LoRA, which may have no effect yet. Fully trained weights are
+    published by `write_weight_files`.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -102,21 +115,20 @@ def export_weights(
             if source.uses_lora:
                 settings = adapter_settings(source.lora_config(), target.base)
                 adapters, folder = _group_by_part(check_tensors(stream), target.parts), temporary / LORA_FOLDER
-                write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not trained_only)
+                write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not for_workers)
                 _write_call_arguments(target, folder)
-                if target.scheduler is not None:
-                    write_json(folder / SCHEDULER_FILE, target.scheduler)
+                for name, config in target.replaced_configs.items():
+                    write_json(folder / REPLACEABLE_CONFIGS[name], config)
             else:
-                if not trained_only:
-                    replaced = () if target.scheduler is None else (SCHEDULER_FOLDER,)
-                    link_unchanged_files(target.base, temporary, changed=(*target.parts, *replaced))
-                    _write_call_arguments(target, temporary)
-                    if target.scheduler is not None:
-                        replace_scheduler(temporary, target.scheduler)
-                _write_denoiser(target, check_tensors(stream), temporary, dtype, shard_bytes, whole=not trained_only)
+                replaced = target.replaced_configs
+                link_unchanged_files(target.base, temporary, changed=(*target.parts, *replaced))
+                _write_call_arguments(target, temporary)
+                for name, config in replaced.items():
+                    replace_component(temporary, name, config)
+                _write_denoiser(target, check_tensors(stream), temporary, dtype, shard_bytes)
     finally:
         exhaust_stream(stream)
-    log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
+    log.log(logging.DEBUG if for_workers else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
 
 
@@ -150,12 +162,18 @@ def check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple
     """Yield the tensors on rank 0. Raises ModelError if a tensor was not gathered or contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
-        if tensor.numel() == 0:
-            raise ModelError(f"{name} is empty because its shards were not gathered: export aborted")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{name} contains NaN or infinity, so the weights are broken: export aborted")
+        require_finite(name, tensor)
         yield name, tensor
         del tensor  # free it before the next one is gathered
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise ModelError if a tensor is empty or contains NaN or infinity."""
+    if tensor.numel() == 0:
+        raise ModelError(f"{name} is empty because its shards were not gathered: export aborted")
+    # A NaN is the minimum and the maximum. isfinite() of the whole tensor takes ten times as long.
+    if tensor.is_floating_point() and not all(math.isfinite(bound) for bound in torch.aminmax(tensor)):
+        raise ModelError(f"{name} contains NaN or infinity, so the weights are broken: export aborted")
 
 
 def _group_by_part(
@@ -285,12 +303,10 @@ def _write_denoiser(
     pipeline_folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
-    *,
-    whole: bool,
 ) -> None:
     """Write the denoiser components after full training: configs, weight files and, for several files, an index.
 
-    whole: also write the untrained tensors, which are read from the base folder.
+    Untrained tensors are read from the base folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
     with contextlib.ExitStack() as stack:
@@ -300,9 +316,8 @@ def _write_denoiser(
             specs = {
                 name: StoredTensorSpec(file_dtype(spec.dtype, dtype), spec.shape)
                 for name, spec in target.tensor_specs(part).items()
-                if whole or not target.is_frozen(name)
             }
-            _create_part_folder(folder, target.read_config(part), shards := plan_shards(specs, shard_bytes))
+            create_part_folder(folder, target.read_config(part), shards := plan_shards(specs, shard_bytes))
             for file_name, shard in shards.items():
                 file = stack.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
                 locations |= {prefix + name: (file, name) for name in shard}
@@ -312,19 +327,19 @@ def _write_denoiser(
             file, part_name = locations[name]
             file.write(part_name, tensor.to(missing.pop(name).dtype))
             del tensor  # free it before the next one is created
-        for part in target.parts if whole and target.frozen else ():
+        for part in target.parts if target.frozen else ():
             base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
             for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
                 file, part_name = locations[name]
                 file.write(part_name, base_weights.read_tensor(part_name).to(missing.pop(name).dtype))
-        if missing:
-            raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
+        require_complete(missing)
 
 
-def _create_part_folder(
+def create_part_folder(
     folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
 ) -> None:
-    folder.mkdir()
+    """Create the folder of a denoiser component with its config and, for several weight files, their index."""
+    folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
     write_shard_index(folder, shards, WEIGHTS_STEM)
 
@@ -357,15 +372,33 @@ def plan_shards(
             held_bytes = 0
         shards[-1][name] = spec
         held_bytes += spec.nbytes
+    return name_shards(shards, stem)
+
+
+def name_shards(
+    shards: Sequence[dict[str, StoredTensorSpec]], stem: str = WEIGHTS_STEM
+) -> dict[str, dict[str, StoredTensorSpec]]:
+    """Return {file name in diffusers' scheme: shard}."""
     count = len(shards)
     if count == 1:
         return {f"{stem}.safetensors": shards[0]}
     return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _check_tensor(name: str, tensor: Tensor, missing: Mapping[str, StoredTensorSpec]) -> None:
+def require_complete(missing: Mapping[str, StoredTensorSpec]) -> None:
+    """Raise ModelError unless all tensors of the denoiser were written."""
+    if missing:
+        raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
+
+
+def require_expected(name: str, missing: Mapping[str, StoredTensorSpec]) -> None:
+    """Raise ModelError for the name of a tensor that is not in `missing`."""
     if name not in missing:
         raise ModelError(f"{name}: unexpected or duplicate tensor of the denoiser: export aborted")
+
+
+def _check_tensor(name: str, tensor: Tensor, missing: Mapping[str, StoredTensorSpec]) -> None:
+    require_expected(name, missing)
     if tensor.shape != missing[name].shape:
         raise ModelError(
             f"{name} is {list(tensor.shape)}, but the model has {list(missing[name].shape)}: export aborted"

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from wfm_ds.data.frame_conversion import frame_to_rgb
 from wfm_ds.data.media import open_video, read_frames, read_timestamps, video_size
 from wfm_ds.data.pixels import FORMATS, BadMedia, convert_decode_errors, image_size
 from wfm_ds.data.pixels import to_rgb as image_to_rgb
@@ -133,5 +134,7 @@ class MediaReader:
             stream = container.streams.video[0]
             times, _ = read_timestamps(container, stream)
             wanted = [times[i] for i in indices]
-            frames = read_frames(file, container, wanted, (times[0],), lambda rgb: rgb)
-        return [frames[time] for time in wanted]
+            frames: dict[int, Image.Image] = {}
+            for places, frame in read_frames(file, container, wanted, (times[0],)):
+                frames |= dict.fromkeys(places, frame_to_rgb(frame))
+        return [frames[i] for i in range(len(wanted))]

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from wfm_ds.engine.base_precision import quantise_base
+from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.engine.flop_counter import copy_to_meta, make_trainable
+from wfm_ds.engine.fused_norms import fuse_norms
 from wfm_ds.engine.live_bytes import LiveByteCounter, emulate_gpu_attention
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.models.assets.loading import cast_persistent_buffers
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import policy_copies
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import Checkpointing
 
 META = torch.device("meta")
 
@@ -60,6 +63,8 @@ def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozense
         parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])
     for network in getattr(denoiser, "networks", [denoiser]):
         cast_persistent_buffers(network, dtype)
+    if recipe.engine.fused_norms:
+        fuse_norms(denoiser)
     return shadow
 
 
@@ -69,7 +74,7 @@ def measure_denoiser_passes(
     batch: int,
     *,
     text_dtype: torch.dtype,
-    checkpointing: bool,
+    checkpointing: Checkpointing,
     ranks: int,
     training: bool = True,
 ) -> PassMemory:
@@ -81,17 +86,15 @@ def measure_denoiser_passes(
     latent sizes.
     """
     module: Any = shadow.unwrapped_denoiser
-    if checkpointing:
-        module.enable_gradient_checkpointing()
+    enable_checkpointing(module, checkpointing)
 
-    def measure_rows(rows: int) -> PassMemory:
-        latents = (*shape[:-2], rows, shape[-1])
+    def measure(latents: Sequence[int]) -> PassMemory:
         return _measure_passes(shadow, latents, batch, text_dtype, training=training)
 
-    whole = measure_rows(shape[-2])
+    whole = measure(shape)
     if ranks > 1:
         rows = _half_rows(shadow, shape)
-        partial = measure_rows(rows)
+        partial = measure((*shape[:-2], rows, shape[-1]))
         rows_per_rank = shape[-2] / ranks
         whole = PassMemory(
             *(

@@ -143,7 +143,7 @@ def suggest_activation_keys(
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
-        checkpointing = [] if recipe.model.gradient_checkpointing else ["model.gradient_checkpointing: true"]
+        checkpointing = [] if recipe.model.gradient_checkpointing is True else ["model.gradient_checkpointing: true"]
         return [*checkpointing, *terms, *denoiser_dtype_keys, *suggest_sharding(recipe)]
     if phase in ("sampling", "references"):
         keys = []

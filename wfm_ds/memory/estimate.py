@@ -221,7 +221,9 @@ class _DiffusionMemory(EngineMemory):
         tensors = [trajectory.clean_latents, *trajectory.states.values(), *trajectory.predictions.values()]
         for stored in trajectory.stored_steps:
             tensors += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
-        return len({tensor.untyped_storage()._cdata for tensor in tensors})
+        num_passes = len(self.model.guidance_passes(self.recipe.sampling, 0)) if self.algorithm.keeps_passes else 0
+        kept = num_passes * len(trajectory.stored_steps)
+        return kept + len({tensor.untyped_storage()._cdata for tensor in tensors})
 
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.

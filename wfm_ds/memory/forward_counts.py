@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
     from wfm_ds.recipe.run_sizes import RunSizes
     from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.shared_defaults import Checkpointing
     from wfm_ds.sampling.denoise import SamplingPlan
 
 TRAINING_PURPOSE = "policy"  # for an extra adapter, the purpose is NAME_policy
@@ -49,8 +50,8 @@ class ForwardCount:
 
 
 NO_FORWARDS = ForwardCount(0, 0)
-IsGuided = Callable[[float], bool]
-"""Function that returns whether predictions at a noise level use guidance, which adds an unconditional forward pass."""
+CountPasses: TypeAlias = Callable[[float], int]
+"""Function that returns how many forward passes guidance adds to a prediction at a noise level."""
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
@@ -82,26 +83,26 @@ def count_rl_step(
     algorithm: RlAlgorithm,
     step: int,
     *,
-    guided: IsGuided | None = None,
+    model: DiffusionModel | None = None,
     exploration_sigmas: Sequence[float] | None = None,
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of forward passes} for RL step `step`, counted from 1.
 
-    The count includes all optimizer steps of this RL step, and the rollout unless rollout workers generate it. guided:
-    returns whether predictions at a noise level use guidance; required if only some noise levels use it.
-    exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
+    The count includes all optimizer steps of this RL step, and the rollout unless rollout workers generate it. model:
+    required if the number of guidance passes depends on the noise level. exploration_sigmas: noise levels at which
+    candidates of sampling.explore are denoised.
 
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
     higher if groups are refilled or have a history (rollout.history).
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
-    num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
-    guided_fraction = num_guided / len(sigmas)
-    rollout = count_sampling(recipe, "rollout", derived.samples_per_rank, len(sigmas), num_guided)
+    in_rollouts, in_training = guidance_counter(recipe, model), guidance_counter(recipe, model, training=True)
+    guided_fraction = sum(map(in_training, sigmas)) / len(sigmas)
+    rollout = count_sampling(recipe, "rollout", derived.samples_per_rank, list(map(in_rollouts, sigmas)))
     if (explore := recipe.sampling.explore) is not None:
         explored = [1.0] * explore.steps if exploration_sigmas is None else exploration_sigmas
-        num_explored_guided = sum(map(guided or guidance_predicate(recipe), explored))
-        candidates = count_sampling(recipe, "rollout", derived.candidates_per_rank, explore.steps, num_explored_guided)
+        others = list(map(in_rollouts, explored))
+        candidates = count_sampling(recipe, "rollout", derived.candidates_per_rank, others)
         rollout = candidates + rollout if explore.regenerate else candidates
     rollout = policy_forwards(policy, rollout)
     if recipe.rl.rollout.merge_lora:
@@ -113,7 +114,10 @@ def count_rl_step(
         counts = count_update(recipe, derived, algorithm, step, update, current)
         parts.append(counts)
         fractions = {name: float(scale != 1) for name, scale in algorithm.reference_guidance.items()}
-        negative = (scale_forwards(f, fractions.get(name, guided_fraction)) for name, f in counts.items())
+        known = {TRAINING_PURPOSE} if algorithm.keeps_passes and update == 0 else set()
+        negative = (
+            scale_forwards(f, fractions.get(name, guided_fraction)) for name, f in counts.items() if name not in known
+        )
         parts.append({"uncond": sum(negative, NO_FORWARDS)})
         current = set()
     return sum_forwards(*parts)
@@ -205,34 +209,27 @@ def count_evaluation(
     *,
     num_prompts: int,
     num_images: int = 0,
-    guided_steps: int | None = None,
+    others: Sequence[int] | None = None,
     rollout_sigmas: Sequence[float] = (),
-    guided: IsGuided | None = None,
+    model: DiffusionModel | None = None,
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of forward passes} for one evaluation.
 
     The count includes sampling and, in supervised training, the validation loss on `num_images` images or preference
     pairs.
-    guided_steps: number of denoising steps with guidance. None: all sampling.eval_steps if the recipe enables guidance,
-    otherwise 0.
+    others: number of guidance passes of each denoising step. None: one in each step if the recipe enables guidance.
     rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also generates rollout samples.
-    guided: returns whether predictions at a noise level use guidance.
+    model: required if the number of guidance passes depends on the noise level.
     """
     num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl and recipe.validation.clips == 1:
         num_samples = min(num_samples, recipe.logging.num_samples)
-    steps = recipe.sampling.eval_steps
-    if guided_steps is None:
-        guided_steps = steps if guidance_predicate(recipe)(1.0) else 0
+    count_passes = guidance_counter(recipe, model)
+    if others is None:
+        others = [count_passes(1.0)] * recipe.sampling.eval_steps
     shard_size = math.ceil(num_samples / num_replicas)
-    count = count_sampling(recipe, "validation", shard_size, steps, guided_steps)
-    count += count_sampling(
-        recipe,
-        "validation",
-        shard_size,
-        len(rollout_sigmas),
-        sum(map(guided or guidance_predicate(recipe), rollout_sigmas)),
-    )
+    count = count_sampling(recipe, "validation", shard_size, others)
+    count += count_sampling(recipe, "validation", shard_size, list(map(count_passes, rollout_sigmas)))
     count = sum([count] * recipe.validation.clips, NO_FORWARDS)
     return {
         "validation": count + (NO_FORWARDS if recipe.is_rl else count_validation_loss(recipe, num_replicas, num_images))
@@ -252,24 +249,32 @@ def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) ->
     return sum((policy_forwards(policy, count) for policy in settings.reference_policies), count)
 
 
-def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
+def count_sampling(recipe: Recipe, purpose: str, samples: int, others: Sequence[int]) -> ForwardCount:
     """Return the number of forward passes that generate `samples` samples in batches of engine.max_forward_batch.
 
-    steps: number of denoising steps. guided_steps: number of steps that use guidance. A step with guidance runs two
-    forward passes, or one joint forward pass if the doubled batch fits.
+    others: for each denoising step, the number of passes besides the conditional one. The conditional and the negative
+    pass are one joint pass if the doubled batch fits.
     """
     max_joint_rows = recipe.joint_guidance_batches.get(purpose, 0)
     sizes = [len(part) for part in split_into_chunks(range(samples), recipe.engine.max_forward_batch)]
-    calls = sum(steps + (guided_steps if 2 * size > max_joint_rows else 0) for size in sizes)
-    return ForwardCount(calls, samples * (steps + guided_steps))
+    num_passes, num_guided = len(others) + sum(others), sum(number > 0 for number in others)
+    calls = sum(num_passes - (num_guided if 2 * size <= max_joint_rows else 0) for size in sizes)
+    return ForwardCount(calls, samples * num_passes)
 
 
-def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function that maps a noise level to whether predictions at this level use guidance.
+def guidance_counter(recipe: Recipe, model: DiffusionModel | None = None, *, training: bool = False) -> CountPasses:
+    """Return a function that maps a noise level to the number of guidance passes of a prediction at this level.
 
-    expert_of: maps a noise level to the index of the expert.
+    training: whether to count the passes of training, which runs the passes of all noise levels.
     """
-    return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
+    settings = recipe.sampling
+    if model is None:
+        return lambda sigma: int(settings.guides(0, None if training else sigma))
+
+    def count_passes(sigma: float) -> int:
+        return len(model.guidance_passes(settings, model.select_expert(sigma), None if training else sigma))
+
+    return count_passes
 
 
 def scale_forwards(forwards: ForwardCount, fraction: float) -> ForwardCount:
@@ -292,7 +297,7 @@ def count_flops(
     latent_shape: Sequence[int],
     conditioning: Mapping[str, Tensor],
     *,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
 ) -> Flops:
     """Return the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 

@@ -7,10 +7,11 @@ Latents, sigma and velocities are float32. The noise level `sigma` is in (0, 1],
 from __future__ import annotations
 
 import inspect
+import json
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,8 +24,12 @@ from torch import Tensor, nn
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
+from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows
 from wfm_ds.models.noise_schedule import SIGMA_ERROR, NoiseSchedule
+from wfm_ds.models.source_images import SourceImages, SourceSize, digest_pixels
+from wfm_ds.recipe.sampling import GuidanceRecipe
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
+from wfm_ds.sampling.latents import draw_cpu_normal
 
 if TYPE_CHECKING:
     from wfm_ds.models.assets.guardrail import Guardrail
@@ -41,7 +46,23 @@ class NegativeText:
     text: str
 
 
-class DiffusionModel(NoiseSchedule):
+@dataclass(frozen=True, slots=True)
+class TextWithImages:
+    """A formatted prompt or negative prompt for text encoders that also see images (DiffusionModel.text_inputs).
+
+    Two objects are equal if their texts and pixels are equal.
+    """
+
+    text: str
+    negative: bool
+    images: tuple[npt.NDArray[np.uint8], ...] = field(compare=False, repr=False)  # [h,w,3] each
+    digest: str = field(init=False)  # of the pixels
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", " ".join(map(digest_pixels, self.images)))
+
+
+class DiffusionModel(NoiseSchedule, SourceImages):
     """A loaded diffusers pipeline behind one interface. Each model family is a subclass in its own file."""
 
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
@@ -56,8 +77,11 @@ class DiffusionModel(NoiseSchedule):
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # values of model.prompt_template if the pipeline wraps prompts
     default_image_size: ClassVar[int | None] = None  # height and width in pixels if the config has no sample_size
     has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
+    supports_cuda_graphs: ClassVar[bool] = True  # False: the denoiser's forward pass copies data from the host
     guidance_arguments: ClassVar[tuple[str, ...]] = ("guidance_scale",)  # pipeline call arguments, one per expert
+    guidance_keys: ClassVar[frozenset[str]] = frozenset()  # supported keys of sampling.guidance besides `interval`
     input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
+    text_inputs: ClassVar[frozenset[str]] = frozenset()  # image inputs that the text encoder also receives
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
     denoiser_components: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
     conditioning_frame_counts: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
@@ -79,6 +103,7 @@ class DiffusionModel(NoiseSchedule):
         fps: float = DEFAULT_FPS,
         inputs: Collection[str] = (),
         embedded_guidance: float | None = None,
+        source_size: SourceSize = "target",
     ) -> None:
         """Freeze all components except the denoiser and move the pipeline to `device`.
 
@@ -87,6 +112,7 @@ class DiffusionModel(NoiseSchedule):
         fps: frames per second of all videos.
         inputs: names of the inputs in `input_specs` that every sample provides.
         embedded_guidance: guidance scale that the network receives as an input, if it supports this.
+        source_size: size of source images, see `source_image_size`.
         Raises ModelError if the scheduler is not a flow-matching scheduler.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
@@ -104,6 +130,7 @@ class DiffusionModel(NoiseSchedule):
         self.fps = fps
         self.input_names = frozenset(inputs)
         self.embedded_guidance = embedded_guidance  # None: the network has no such input
+        self.source_size = source_size
         for part in self.auxiliary_modules():
             part.requires_grad_(False).eval()
         self.move_to_device(device)
@@ -167,6 +194,13 @@ class DiffusionModel(NoiseSchedule):
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
         """Raise ModelError for sampling settings that the diffusers pipeline does not support."""
+        other_keys = sorted(GuidanceRecipe.model_fields.keys() - self.guidance_keys - {"interval"})
+        if unsupported := sampling.guidance.non_default_keys(*other_keys):
+            raise ModelError(f"{self.path}: {self.family} has no sampling.guidance.{unsupported[0]}: remove it")
+
+    def stream_sizes(self, sampling: SamplingRecipe) -> Mapping[str, int]:
+        """Return {stream: number of elements} for latents [B,N] with several streams, otherwise {}."""
+        return {}
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Raise ModelError if the pipeline's guardrail rejects a prompt."""
@@ -210,20 +244,47 @@ class DiffusionModel(NoiseSchedule):
         """Encode negative prompts and dropped captions, without the instruction that some pipelines add to prompts."""
         return self.encode_text(texts)
 
+    def encode_text_with_images(self, text: TextWithImages) -> Conditioning:
+        """Encode a text for which the text encoder also sees images. Return {conditioning key: tensor [1, ...]}.
+
+        Families with `text_inputs` must implement this method.
+        """
+        raise NotImplementedError(f"{self.family} has text_inputs: implement encode_text_with_images")
+
+    def attach_images(
+        self, texts: Sequence[str | NegativeText], inputs: Sequence[Mapping[str, npt.NDArray[Any]]]
+    ) -> list[str | NegativeText | TextWithImages]:
+        """Return the formatted texts, each with the images of the same sample that the text encoder also receives.
+
+        inputs: the inputs of each text's sample (Prompt.inputs). Without `text_inputs`, returns the texts unchanged.
+        """
+        names = [name for name in self.source_names if name in self.text_inputs]
+        if not names:
+            return list(texts)
+        return [
+            TextWithImages(
+                text.text if isinstance(text, NegativeText) else text,
+                isinstance(text, NegativeText),
+                tuple(sample[name] for name in names),
+            )
+            for text, sample in zip(texts, inputs, strict=True)
+        ]
+
     def encode_inputs(
-        self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
+        self, inputs: Sequence[Mapping[str, npt.NDArray[Any]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
         """Encode inputs, such as actions. Return {conditioning key: tensor [number of samples, ...]}.
 
-        inputs: {name in input_specs: array} for each sample.
+        The default implementation encodes source images only.
+        inputs: {name: array} for each sample. Names that are not in `input_specs` are ignored.
         num_frames: number of video frames. size: (height, width) in pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
-        return {}
+        return self.encode_sources(inputs, size)
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shapes, without batch axis, of the tensors from `encode_inputs` for latents of this shape."""
-        return {}
+        return self.source_shapes(shape)
 
     @property
     def supports_clean_frames(self) -> bool:
@@ -328,7 +389,7 @@ class DiffusionModel(NoiseSchedule):
     ) -> None:
         """Raise ValueError if the arguments of `denoise` are invalid."""
         count, num_experts = latents.shape[0], len(self.sigma_ranges)
-        layout, ndim = ("[B,C,T,h,w]", 5) if self.is_video else ("[B,C,h,w]", 4)
+        layout, ndim = self.latent_layout
         if latents.ndim != ndim:
             raise ValueError(f"{self.family} takes latents {layout}, got {list(latents.shape)}")
         if expert is not None and not 0 <= expert < num_experts:
@@ -347,6 +408,40 @@ class DiffusionModel(NoiseSchedule):
         for name, tensor in conditioning.items():
             if tensor.shape[0] != count:
                 raise ValueError(f"{name} has {tensor.shape[0]} rows, the latents have {count}")
+
+    def draw_noise(self, seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+        """Draw the initial noise [B, *shape] of samples as the diffusers pipeline does. See draw_cpu_normal."""
+        return draw_cpu_normal(seeds, shape, device)
+
+    def guidance_passes(
+        self, settings: SamplingRecipe, expert: int, sigma: float | None = None
+    ) -> tuple[GuidancePass, ...]:
+        """Return the passes of a guided prediction in addition to the conditional pass. (): no guidance.
+
+        sigma: noise level of all samples. None: samples have different levels; returns the passes of all levels.
+        """
+        return (NEGATIVE_PASS,) if settings.guides(expert, sigma) else ()
+
+    def combine_passes(
+        self,
+        cond: Tensor,
+        others: Mapping[str, Tensor],
+        latents: Tensor,
+        sigma: Tensor,
+        settings: SamplingRecipe,
+        expert: int,
+    ) -> Tensor:
+        """Combine the predictions of the conditional pass and of `guidance_passes`, as the diffusers pipeline does.
+
+        others: {name of a pass: prediction}. latents: the noisy latents. sigma: noise level of each sample [batch].
+        Samples at other noise levels than those with guidance get their row of `cond`.
+        """
+        if NEGATIVE_PASS.name not in others:
+            return cond
+        guided = self.combine_guidance(cond, others[NEGATIVE_PASS.name], settings.expert_guidance_scale(expert))
+        if settings.guidance.interval == (0.0, 1.0):
+            return guided
+        return choose_rows(sigma, *settings.guidance.interval, guided, cond)
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """Return uncond + scale * (cond - uncond), which is exactly cond if scale is 1."""
@@ -372,6 +467,14 @@ class DiffusionModel(NoiseSchedule):
         """
         frames = {"num_frames": num_frames} if self.is_video else {}
         return {self.guidance_arguments[0]: w, "height": height, "width": width, **frames, **self.text_call_kwargs()}
+
+    def guider_config(self, w: float) -> dict[str, Any] | None:
+        """Return the config of the pipeline's component `guider` for guidance scale w.
+
+        None: the pipeline has no guider, and its call takes the guidance scale.
+        """
+        guider = self.pipeline.components.get("guider")
+        return None if guider is None else {**json.loads(guider.to_json_string()), "guidance_scale": w}
 
 
 def pipeline_call_default(pipeline: Any, name: str) -> Any:

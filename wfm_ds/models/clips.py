@@ -103,6 +103,7 @@ class GeneratedClips:
     prompts: Sequence[Prompt]  # with the inputs of this clip
     pixels: Videos
     is_finite: Sequence[bool]  # False if the latents of this or an earlier clip of the video were not finite
+    sound: npt.NDArray[np.float32] | None  # [batch, channels, samples], see Sampler.decode_sound
 
 
 def generate_clips(
@@ -135,4 +136,4 @@ def generate_clips(
         latents = sampler.generate(purpose, cut, seeds, plan, conditional_frames=frames).clean_latents
         pixels, finite = decode(latents)
         is_finite = [before and now for before, now in zip(is_finite, finite, strict=True)]
-        yield GeneratedClips(cut, pixels, is_finite)
+        yield GeneratedClips(cut, pixels, is_finite, sampler.decode_sound(latents))

@@ -138,12 +138,21 @@ class Cosmos25(DiffusionModel):
         velocity: Tensor = self.denoiser(
             hidden_states=visible.to(self.dtype),
             condition_mask=mask.expand(-1, -1, -1, h, w).to(self.dtype),
-            timestep=mask * CONDITIONING_FRAME_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # stays float32
+            timestep=self.frame_timesteps(sigma, mask),  # stays float32
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             padding_mask=latents.new_zeros(1, 1, h, w, dtype=self.dtype),
             return_dict=False,
+            **self.network_inputs(conditioning),
         )[0].float()
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
+
+    def frame_timesteps(self, sigma: Tensor, mask: Tensor) -> Tensor:
+        """Return the timestep of each latent frame, in the shape of `mask` [B,1,T,1,1], 1 on conditioning frames."""
+        return mask * CONDITIONING_FRAME_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1)
+
+    def network_inputs(self, conditioning: Conditioning) -> dict[str, Tensor]:
+        """Return further arguments of the network's forward pass."""
+        return {}
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (channels, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.

@@ -1,25 +1,33 @@
-"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches that are normalized by the VAE's batch norm."""
+"""FLUX.2-klein (base and distilled) and FLUX.2-dev, with up to three reference images.
+
+Latents are patches that are normalized by the VAE's batch norm.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import LOADING_ERRORS, read_call_json, read_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
+from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.source_images import list_image_latents
 from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.types import SOURCES
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
@@ -27,18 +35,26 @@ if TYPE_CHECKING:
 
 PATCH_SIZE = 2  # VAE latents along each side of a patch
 
+MAX_SOURCE_PIXELS = 1024 * 1024  # the diffusers pipelines shrink larger reference images
+SOURCE_SPACING = 10  # reference images have the image indices 10, 20 and 30; the sample has 0
+
 DOUBLE_BLOCK, SINGLE_BLOCK = "transformer_blocks.{}", "single_transformer_blocks.{}"
-LORA_NAMES = (
+# The attention layers of double blocks are the same in FLUX.1.
+DOUBLE_ATTENTION_NAMES = (
     *map_fused_layers(f"{DOUBLE_BLOCK}.attn", ("to_q", "to_k", "to_v"), "double_blocks.{}.img_attn.qkv"),
     *map_fused_layers(
         f"{DOUBLE_BLOCK}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), "double_blocks.{}.txt_attn.qkv"
     ),
     *map_layers(
+        DOUBLE_BLOCK, "double_blocks.{}", {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
+    ),
+)
+LORA_NAMES = (
+    *DOUBLE_ATTENTION_NAMES,
+    *map_layers(
         DOUBLE_BLOCK,
         "double_blocks.{}",
         {
-            "attn.to_out.0": "img_attn.proj",
-            "attn.to_add_out": "txt_attn.proj",
             "ff.linear_in": "img_mlp.0",
             "ff.linear_out": "img_mlp.2",
             "ff_context.linear_in": "txt_mlp.0",
@@ -55,13 +71,22 @@ GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: embedded
 class Flux2(DiffusionModel):
     """FLUX.2. The network receives sigma as its timestep, and returns the velocity.
 
-    The text encoder is Qwen3 (klein) or Mistral3 (dev).
+    The text encoder is Qwen3 (klein) or Mistral3 (dev). It does not see the reference images. Their clean tokens follow
+    the noisy tokens of the sample.
     """
 
     family = "flux2"
     pipeline_classes = ("Flux2KleinPipeline", "Flux2Pipeline")
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
+    optional_conditioning_keys = frozenset(SOURCES)
+    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
+        {
+            "source": InputSpec(rank=3, is_image=True),
+            "source_2": InputSpec(rank=3, is_image=True, requires_input="source"),
+            "source_3": InputSpec(rank=3, is_image=True, requires_input="source_2"),
+        }
+    )
     default_lora_targets = (
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -76,15 +101,7 @@ class Flux2(DiffusionModel):
         """Raise ModelError if the guidance scale in call.json is invalid."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
-            self.embedded_guidance = self.read_embedded_guidance()
-
-    def read_embedded_guidance(self) -> float:
-        scale = read_call_json(self.path).get(
-            GUIDANCE_SCALE_KEY, pipeline_call_default(self.pipeline, GUIDANCE_SCALE_KEY)
-        )
-        if type(scale) not in (int, float) or not 0 < scale < math.inf:
-            raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE_SCALE_KEY} must be a number above 0, got {scale!r}")
-        return float(scale)
+            self.embedded_guidance = read_embedded_guidance(self)
 
     @classmethod
     def has_embedded_guidance(cls, folder: Path) -> bool:
@@ -111,6 +128,7 @@ class Flux2(DiffusionModel):
         return 1.0 if unguided else super().default_guidance_scale(index, call)
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
+        super().check_sampling(sampling)
         if not sampling.uses_guidance():
             return
         if self.embedded_guidance is not None:
@@ -157,13 +175,21 @@ class Flux2(DiffusionModel):
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
 
+    def stock_source_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size as multiples of the patch size in pixels, shrunk to at most MAX_SOURCE_PIXELS pixels."""
+        scale = min(1.0, math.sqrt(MAX_SOURCE_PIXELS / (width * height)))
+        multiple = self.size_multiple()
+        return int(height * scale) // multiple * multiple, int(width * scale) // multiple * multiple
+
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning, expert)
         count, _, h, w = latents.shape
         embeds = conditioning["prompt_embeds"]
-        text_ids, image_ids = token_positions(embeds.shape[1], h, w, latents.device)
+        images = list_image_latents(latents, conditioning)
+        text_ids, image_ids = token_positions(embeds.shape[1], [image.shape[2:] for image in images], latents.device)
+        tokens = [image.flatten(2).transpose(1, 2) for image in images]  # [B, h w, C] each
         velocity: Tensor = self.denoiser(
-            hidden_states=latents.flatten(2).transpose(1, 2).to(self.dtype),  # [B, h w, C]
+            hidden_states=(tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)).to(self.dtype),
             timestep=sigma,
             guidance=self._guidance_input(sigma),
             encoder_hidden_states=embeds.to(self.dtype),
@@ -171,7 +197,7 @@ class Flux2(DiffusionModel):
             img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
+        return velocity[:, : h * w].transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
@@ -184,10 +210,11 @@ class Flux2(DiffusionModel):
         return (self.config.in_channels, height // multiple, width // multiple)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return int(shape[1] * shape[2])
+        """Return the number of tokens of a sample and its reference images."""
+        return sum(int(h * w) for _, h, w in (shape, *self.input_shapes(shape).values()))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
+        mu = compute_empirical_mu(int(shape[1] * shape[2]), num_steps)  # without the tokens of reference images
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
@@ -202,14 +229,40 @@ class Flux2(DiffusionModel):
         return call | self.export_call_kwargs()
 
 
-def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of the text tokens and of the h * w image tokens, int64 [tokens, 4] each.
+def read_embedded_guidance(model: DiffusionModel) -> float:
+    """Return `guidance_scale` in call.json or, if it is missing, the default of the diffusers pipeline.
+
+    Raises ModelError if the scale is invalid.
+    """
+    scale = read_call_json(model.path).get(
+        GUIDANCE_SCALE_KEY, pipeline_call_default(model.pipeline, GUIDANCE_SCALE_KEY)
+    )
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise ModelError(f"{model.path / 'call.json'}: {GUIDANCE_SCALE_KEY} must be a number above 0, got {scale!r}")
+    return float(scale)
+
+
+def token_positions(num_text: int, sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of the text tokens and of all image tokens, int64 [tokens, 4] each.
 
     A position consists of image index, row, column and text token index.
+    sizes: (rows, columns) of tokens of the sample and of each reference image.
     """
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)
-    image = torch.zeros(h, w, 4, dtype=torch.int64, device=device)
-    image[..., 1] = torch.arange(h, device=device)[:, None]
-    image[..., 2] = torch.arange(w, device=device)
-    return text, image.flatten(0, 1)
+    return text, functional.pad(image_positions(sizes, SOURCE_SPACING, device), (0, 1))
+
+
+def image_positions(sizes: Sequence[Sequence[int]], spacing: int, device: torch.device) -> Tensor:
+    """Return the positions of the tokens of several images, int64 [tokens, 3]: image index, row and column.
+
+    sizes: (rows, columns) of tokens of each image. The images have the indices 0, `spacing`, 2 * `spacing`, ...
+    """
+    grids = []
+    for number, (h, w) in enumerate(sizes):
+        grid = torch.empty(h, w, 3, dtype=torch.int64, device=device)
+        grid[..., 0] = spacing * number
+        grid[..., 1] = torch.arange(h, device=device)[:, None]
+        grid[..., 2] = torch.arange(w, device=device)
+        grids.append(grid.flatten(0, 1))
+    return torch.cat(grids)

@@ -12,3 +12,4 @@ class InputSpec:
     rank: int  # number of axes of one sample's array; 0 for a scalar
     required: bool = False
     requires_input: str | None = None  # name of an input that must be given together with this one
+    is_image: bool = False  # uint8 pixels [h,w,3]

@@ -16,8 +16,8 @@ class LoraLayerName:
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
-    index: int = 0  # index of the slice, from 0; the rows of a fused weight consist of `num_slices` equal slices
-    num_slices: int = 1
+    index: int = 0  # index of the slice, from 0
+    slice_sizes: tuple[int, ...] = (1,)  # relative numbers of rows of all slices of the fused weight
 
 
 def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraLayerName, ...]:
@@ -28,12 +28,15 @@ def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[Lo
     return tuple(LoraLayerName(f"{block}.{name}", f"{original}.{other}") for name, other in layers.items())
 
 
-def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several layers of a diffusers block to equal slices of one fused layer of the original block.
+def map_fused_layers(
+    block: str, layers: Sequence[str], original: str, sizes: Sequence[int] = ()
+) -> tuple[LoraLayerName, ...]:
+    """Map several layers of a diffusers block to slices of one fused layer of the original block.
 
-    The slices have the order of `layers`.
+    The slices have the order of `layers`. sizes: relative numbers of rows of the slices (default: equal).
     """
-    return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
+    slice_sizes = tuple(sizes) or (1,) * len(layers)
+    return tuple(LoraLayerName(f"{block}.{layer}", original, i, slice_sizes) for i, layer in enumerate(layers))
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class LoraNameTable:
         """Return (original layer name, table entry) for a diffusers layer, or None if the layer is not in the table."""
         matches = ((p.fullmatch(module), name) for p, name in self._by_diffusers)
         return next(((name.original.format(*match.groups()), name) for match, name in matches if match), None)
+
+    def find_slice_sizes(self, module: str) -> tuple[int, ...]:
+        """Return the relative numbers of rows of the slices of the original layer that contains a diffusers layer."""
+        match = self.find_original(module)
+        return (1,) if match is None else match[1].slice_sizes
 
     def find_members(self, module: str) -> list[str]:
         """Return the diffusers layers that form an original layer, in the order of its slices.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.source_images import list_image_latents
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import require_image, require_multiples
 
@@ -45,7 +46,7 @@ class QwenImage(DiffusionModel):
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
-    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = LORA_TARGETS
     lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code has the same names
@@ -53,7 +54,9 @@ class QwenImage(DiffusionModel):
     default_image_size = 1024
     guidance_arguments = ("true_cfg_scale",)  # guidance_scale is embedded guidance, which these networks do not have
     block_classes = (QwenImageTransformerBlock,)
+    supports_cuda_graphs = False  # the network creates tensors from Python numbers in each forward pass
     stack_conditioning = staticmethod(pad_and_stack)
+    unsupported_options: ClassVar[tuple[str, ...]] = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond")
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
@@ -63,9 +66,11 @@ class QwenImage(DiffusionModel):
     @classmethod
     def check_folder(cls, folder: Path) -> None:
         config = read_json(folder / "transformer" / "config.json")
-        for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
+        for key in cls.unsupported_options:
             if config.get(key):
-                raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
+                raise ModelError(
+                    f"{folder}: a {cls.family} transformer with {key} is not supported; see docs/models.md"
+                )
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -73,7 +78,11 @@ class QwenImage(DiffusionModel):
 
         The longest prompt in the batch determines the number of tokens.
         """
-        embeds, mask = self.call_encode_prompt(prompts)
+        return self.embed_prompts(prompts)
+
+    def embed_prompts(self, prompts: Sequence[str], **options: Any) -> Conditioning:
+        """Return the result of `encode_text`. options: further arguments of the pipeline's encode_prompt."""
+        embeds, mask = self.call_encode_prompt(prompts, **options)
         if mask is None:  # no padding
             mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         return {EMBEDS: embeds, MASK: mask}
@@ -94,15 +103,17 @@ class QwenImage(DiffusionModel):
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning, expert)
         h, w = latents.shape[2:]
+        images = list_image_latents(latents, conditioning)
+        shapes = [(1, image.shape[2] // PATCH_SIZE, image.shape[3] // PATCH_SIZE) for image in images]
         velocity: Tensor = self.denoiser(
-            hidden_states=pack_latents(latents).to(self.dtype),
+            hidden_states=torch.cat([pack_latents(image) for image in images], dim=1).to(self.dtype),
             timestep=sigma,
             encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
             encoder_hidden_states_mask=conditioning[MASK],
-            img_shapes=(1, h // PATCH_SIZE, w // PATCH_SIZE),  # same size for all samples
+            img_shapes=[shapes] * len(latents),  # the network uses the positions of the first sample
             return_dict=False,
         )[0]
-        return unpack_latents(velocity, h, w).float()
+        return unpack_latents(velocity[:, : count_tokens(latents.shape[1:])], h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """Apply guidance, then rescale each token to its norm in `cond`, as diffusers does."""
@@ -118,7 +129,7 @@ class QwenImage(DiffusionModel):
         return (self.config.in_channels // PATCH_SIZE**2, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
+        return count_tokens(shape)
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         # The scheduler divides by zero for one step.
@@ -127,12 +138,17 @@ class QwenImage(DiffusionModel):
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         config = self.pipeline.scheduler.config
         limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
-        mu = calculate_shift(self.num_tokens(shape), *limits)
+        mu = calculate_shift(count_tokens(shape), *limits)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
         # Without a negative prompt, the pipeline would disable guidance.
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
+
+
+def count_tokens(shape: Sequence[int]) -> int:
+    """Return the number of tokens of one image. shape: shape of its latents, [C, h, w]."""
+    return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
 
 def pack_latents(latents: Tensor) -> Tensor:

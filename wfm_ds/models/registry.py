@@ -26,6 +26,7 @@ from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.assets.loading import load_pipeline, read_json, read_max_sequence_length
 from wfm_ds.models.assets.local_folders import require_pipeline_index, require_tiny_name
 from wfm_ds.models.base import DiffusionModel, temporary_seed
+from wfm_ds.models.source_images import SourceSize
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS, TINY_FOLDER, user_cache_folder
 from wfm_ds.recipe.tiny import TINY_PREFIX
 from wfm_ds.seeds import derive_seed
@@ -44,16 +45,10 @@ REQUIRED_ATTRIBUTES = tuple(
 )
 # Pipelines that users requested, but that the interface of model families cannot support yet.
 UNSUPPORTED_PIPELINES = {
-    **dict.fromkeys(
-        ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
-        "their network denoises sound as a second stream of latents, and their guidance takes four forward passes; use "
-        "Wan or Cosmos-Predict2.5",
-    ),
-    **dict.fromkeys(
-        ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
-        "they generate only one video per prompt, use an experimental guidance component of diffusers, and cannot load "
-        "a LoRA; use Wan or Cosmos-Predict2.5",
-    ),
+    "LTX2ImageToVideoPipeline": "only the text-to-video pipeline of LTX-2 is: set _class_name to LTX2Pipeline, which "
+    "has the same components",
+    "HunyuanVideo15ImageToVideoPipeline": "only the text-to-video pipeline of HunyuanVideo-1.5 is; for image to video "
+    "use Wan or Cosmos-Predict2.5",
 }
 
 
@@ -197,6 +192,7 @@ def load_model(
     fps: float = DEFAULT_FPS,
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
+    source_size: SourceSize = "target",
 ) -> DiffusionModel:
     """Load a pipeline to `device`, with its denoiser in `dtype`. Downloads missing files from the Hub.
 
@@ -208,7 +204,7 @@ def load_model(
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine.
     fps: frames per second of all videos. inputs: names of the inputs that every sample provides (data.inputs in
-    recipes).
+    recipes). source_size: size of source images (data.source_size in recipes).
     Raises ModelError if files are missing or damaged, or if the pipeline or a setting is not supported.
     """
     folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
@@ -249,6 +245,7 @@ def load_model(
         "fps": fps,
         "inputs": inputs,
         "embedded_guidance": embedded_guidance,
+        "source_size": source_size,
     }
     try:
         inspect.signature(family).bind(pipeline, folder, **options)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,9 @@ from wfm_ds.models import vae
 from wfm_ds.models.assets.text_cache import PromptText, Text, TextCache, format_prompts, prompt_text
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, SamplingRecipe
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
-from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.types import Prompt
 
@@ -36,19 +38,22 @@ if TYPE_CHECKING:
 UNCONDITIONAL = "uncond"  # purpose of the unconditional forward passes in training; sampling uses its own purpose
 
 
-class DenoiseFunction(Protocol):
-    """Signature of DiffusionModel.denoise."""
-
-    def __call__(
-        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
-    ) -> Tensor: ...
+DenoiseFunction: TypeAlias = Callable[..., Tensor]
+"""DiffusionModel.denoise."""
 
 
 class ForwardFunction(Protocol):
     """Signature of DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout"."""
 
     def __call__(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+        self,
+        purpose: str,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        expert: int | None = None,
+        variant: str = "",
+        /,
     ) -> Tensor: ...
 
 
@@ -71,20 +76,29 @@ class CountingForward:
         self.num_samples.clear()
 
     def __call__(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+        self,
+        purpose: str,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        expert: int | None = None,
+        variant: str = "",
+        /,
     ) -> Tensor:
         """Predict the velocity with the active policy. Returns float32 in the shape of the latents.
 
         latents: [batch, ...]. sigma: [batch]. conditioning: {name: tensor [batch, ...]}.
         expert: index of the expert network, for models with two experts. None: sigma determines the expert.
+        variant: a change of the network, see GuidancePass.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)
         if self._engine is not None:
             shape = latents.shape if self._one_size else latents.shape[:-2]
-            what = (self._engine.active_policy, torch.is_grad_enabled(), tuple(shape), expert)
+            what = (self._engine.active_policy, torch.is_grad_enabled(), tuple(shape), expert, variant)
             self._engine.check_ranks_agree(*what, inputs=(latents, sigma, *conditioning.values()))
-        return self._denoise(latents, sigma, conditioning, expert)
+        # Only families with variants have the argument.
+        return self._denoise(latents, sigma, conditioning, expert, *([variant] if variant else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +216,7 @@ class Sampler:
         seeds: Sequence[int] | None = None,
         conditional_frames: ConditioningFrames | None = None,
         shape: tuple[int, ...] | None = None,
+        keep_passes: bool = False,
     ) -> Trajectory:
         """Denoise one sample for each prompt according to a sampling plan.
 
@@ -209,19 +224,32 @@ class Sampler:
         noise_seeds: seeds of the initial noise, one per prompt.
         seeds: seeds of the noise that the plan adds in later steps, one per prompt. Default: noise_seeds.
         shape: shape of one sample's latents. Default: latent_shape.
+        keep_passes: whether to keep the predictions of the guidance passes in the stored steps of a FlowPlan.
         """
         conditions = self.encode_conditioning(prompts, conditional_frames, shape)
-        joint = 2 * len(prompts) <= self.max_joint_rows.get(purpose, 0)
+        joint = not keep_passes and 2 * len(prompts) <= self.max_joint_rows.get(purpose, 0)
+        kept: dict[int, Mapping[str, Tensor]] = {}  # predictions of the guidance passes, by stored step
+        steps = itertools.count()
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
             expert = self.model.select_expert(sigma)
-            if joint and self.settings.uses_guidance(expert):
-                return self.predict_joint_velocity(purpose, latents, sigma_B, conditions, expert)
-            return self.predict_velocity(purpose, latents, sigma_B, conditions, expert, negative_purpose=purpose)
+            passes = self.model.guidance_passes(self.settings, expert, sigma)
+            if joint and NEGATIVE_PASS in passes:
+                return self.predict_joint_velocity(purpose, latents, sigma_B, conditions, expert, passes)
+            known, step = None, next(steps)
+            if keep_passes and step in plan.stored_steps and passes:
+                kept[step] = known = self._predict_others(purpose, latents, sigma_B, conditions, expert, passes)
+            return self.predict_velocity(
+                purpose, latents, sigma_B, conditions, expert, negative_purpose=purpose, passes=passes, known=known
+            )
 
-        noise = draw_cpu_normal(noise_seeds, shape or self.latent_shape, self.model.device)
-        return plan.denoise(predict, noise, noise_seeds if seeds is None else seeds, conditional_frames)
+        noise = self.model.draw_noise(noise_seeds, shape or self.latent_shape, self.model.device)
+        trajectory = plan.denoise(predict, noise, noise_seeds if seeds is None else seeds, conditional_frames)
+        if not keep_passes:
+            return trajectory
+        stored_steps = [replace(step, passes=kept.get(step.index, {})) for step in trajectory.stored_steps]
+        return replace(trajectory, stored_steps=stored_steps)
 
     def predict_velocity(
         self,
@@ -233,31 +261,66 @@ class Sampler:
         *,
         negative_purpose: str = UNCONDITIONAL,
         guidance_scale: float | None = None,
+        passes: Sequence[GuidancePass] | None = None,
+        known: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Predict the float32 velocity with one expert network, and apply guidance if this expert uses guidance.
 
-        The conditional forward pass has a gradient and is counted under `purpose`. The unconditional forward pass has
-        no gradient and is counted under `negative_purpose`.
-        guidance_scale: None selects the recipe's guidance scale of this expert.
+        The conditional forward pass has a gradient and is counted under `purpose`. The other passes have no gradient
+        and are counted under `negative_purpose`.
+        guidance_scale: scale of plain classifier-free guidance. None selects the guidance of the recipe.
+        passes: the passes besides the conditional one. None selects the passes of all noise levels.
+        known: predictions of all `passes`, by name, to use instead of running them. Empty or None: run them.
         """
-        scale = self.settings.expert_guidance_scale(expert) if guidance_scale is None else guidance_scale
+        if guidance_scale is not None:
+            passes = () if guidance_scale == 1 else (NEGATIVE_PASS,)
+        elif passes is None:
+            passes = self.model.guidance_passes(self.settings, expert)
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
-        if conditions.negative is None or scale == 1:
+        if conditions.negative is None or not passes:
             return conditional
-        with torch.no_grad():
-            unconditional = self.forward(negative_purpose, latents, sigma, conditions.negative, expert)
-        return self.model.combine_guidance(conditional, unconditional, scale)
+        others = known or self._predict_others(negative_purpose, latents, sigma, conditions, expert, passes)
+        if guidance_scale is not None:
+            return self.model.combine_guidance(conditional, others[NEGATIVE_PASS.name], guidance_scale)
+        return self.model.combine_passes(conditional, others, latents, sigma, self.settings, expert)
+
+    @torch.no_grad()
+    def _predict_others(
+        self,
+        purpose: str,
+        latents: Tensor,
+        sigma: Tensor,
+        conditions: GuidanceConditioning,
+        expert: int,
+        passes: Sequence[GuidancePass],
+    ) -> dict[str, Tensor]:
+        """Return {name: prediction} of guidance passes."""
+        assert conditions.negative is not None
+        conditioning = {True: conditions.negative, False: conditions.positive}
+        return {
+            one.name: self.forward(purpose, latents, sigma, conditioning[one.negative], expert, one.variant)
+            for one in passes
+        }
 
     def predict_joint_velocity(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
+        self,
+        purpose: str,
+        latents: Tensor,
+        sigma: Tensor,
+        conditions: GuidanceConditioning,
+        expert: int,
+        passes: Sequence[GuidancePass],
     ) -> Tensor:
-        """Predict the velocity with guidance in one forward pass, which has two rows per sample.
+        """Predict the velocity with guidance, with one pass of two rows per sample for positive and negative prompts.
 
-        The result may differ from `predict_velocity` by rounding errors. The expert must use guidance.
+        The result may differ from `predict_velocity` by rounding errors. `passes` must contain the negative pass.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
-        conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.expert_guidance_scale(expert))
+        conditional, negative = self.forward(purpose, *both, expert).chunk(2)
+        more = [one for one in passes if one != NEGATIVE_PASS]
+        others = self._predict_others(purpose, latents, sigma, conditions, expert, more)
+        others[NEGATIVE_PASS.name] = negative
+        return self.model.combine_passes(conditional, others, latents, sigma, self.settings, expert)
 
     def encode_conditioning(
         self,
@@ -273,23 +336,38 @@ class Sampler:
         shape: shape of one sample's latents. Default: latent_shape.
         guided: whether guidance is used. Default: whether the recipe enables guidance for any expert.
         """
-        positive = self.encode_texts([prompt_text(prompt) for prompt in prompts], shape)
+        inputs = [prompt.inputs for prompt in prompts]
+        positive = self.encode_texts([prompt_text(prompt) for prompt in prompts], inputs, shape)
         negative = None
         if self.settings.uses_guidance() if guided is None else guided:
-            negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), shape)
-        shared = self.encode_inputs([prompt.inputs for prompt in prompts], conditional_frames, shape)
+            negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), inputs, shape)
+        shared = self.encode_inputs(inputs, conditional_frames, shape)
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
-    def encode_texts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> Conditioning:
-        """Format and encode texts. shape: shape of one sample's latents (default: latent_shape)."""
-        return self.text_cache.encode(self.format_prompts(texts, shape))
+    def encode_texts(
+        self,
+        texts: Sequence[PromptText],
+        inputs: Sequence[Mapping[str, npt.NDArray[Any]]],
+        shape: Sequence[int] | None = None,
+    ) -> Conditioning:
+        """Format and encode texts. inputs: inputs of each sample, which may have images for the text encoder.
 
-    def format_prompts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> list[Text]:
-        return format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
+        shape: shape of one sample's latents (default: latent_shape).
+        """
+        return self.text_cache.encode(self.format_prompts(texts, inputs, shape))
+
+    def format_prompts(
+        self,
+        texts: Sequence[PromptText],
+        inputs: Sequence[Mapping[str, npt.NDArray[Any]]],
+        shape: Sequence[int] | None = None,
+    ) -> list[Text]:
+        formatted = format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
+        return self.model.attach_images(formatted, inputs)
 
     def encode_inputs(
         self,
-        inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]],
+        inputs: Sequence[Mapping[str, npt.NDArray[Any]]],
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
@@ -306,8 +384,8 @@ class Sampler:
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
         """Return (height, width) in pixels. shape: shape of one sample's latents (default: latent_shape)."""
-        size, (*_, h, w) = self.settings, self.latent_shape
-        height, width = (h, w) if shape is None else shape[-2:]
+        size, (h, w) = self.settings, self.model.grid_size(self.latent_shape)
+        height, width = (h, w) if shape is None else self.model.grid_size(shape)
         return height * size.height // h, width * size.width // w
 
     def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
@@ -337,15 +415,27 @@ class Sampler:
             finite = finite_B.to("cpu", non_blocking=True)
         return PendingPixels(levels, finite, done)
 
+    @torch.no_grad()
+    def decode_sound(self, latents: Tensor) -> npt.NDArray[np.float32] | None:
+        """Decode the sound of a batch, see DiffusionModel.decode_sound. None if the model has no sound.
+
+        Samples with non-finite latents are silent.
+        """
+        if not self.model.makes_sound:
+            return None
+        is_finite = latents.flatten(1).isfinite().all(1).view(-1, *[1] * (latents.ndim - 1))
+        sound = self.model.decode_sound(torch.where(is_finite, latents, 0.0))
+        return None if sound is None else torch.where(is_finite.view(-1, 1, 1), sound, 0.0).cpu().numpy()
+
     def decode_batch_size(self, shape: Sequence[int]) -> int:
         """Return how many samples to decode together, so that decoding needs less memory than the denoiser.
 
         shape: shape of one sample's latents.
         """
-        model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
+        model, size = self.model, self.settings
         if model.device.type == "cpu" and not model.is_video:
             return 1
-        frame = shape[-2] * shape[-1] * (size.height // h) * (size.width // w)
+        frame = math.prod(self.pixel_size(shape))
         num_frames = vae.frames_per_decode(model.pipeline.vae, size.num_frames) if model.is_video else 1
         return vae.max_batch_size(model.pipeline.vae, frame * num_frames)
 

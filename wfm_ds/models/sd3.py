@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,15 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor
 
+from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.guidance import GuidancePass, choose_rows, format_blocks, parse_blocks
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
 from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.recipe.sampling import is_inside
 
 if TYPE_CHECKING:
+    from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
 BLOCK, JOINT = "transformer_blocks.{}", "joint_blocks.{}"
@@ -43,6 +47,10 @@ LORA_NAMES = (
 UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q")  # text query layers of the last block
 
 
+SKIP = "skip"  # name of the pass of skip-layer guidance
+SKIP_START, SKIP_STOP = 0.01, 0.2  # diffusers' defaults, as fractions of the denoising steps
+
+
 class StableDiffusion3(DiffusionModel):
     """Stable Diffusion 3. The network receives the timestep num_train_timesteps * sigma and returns the velocity."""
 
@@ -60,6 +68,7 @@ class StableDiffusion3(DiffusionModel):
     lora_layer_names = LORA_NAMES
     comfyui_prefix = "transformer"
     block_classes = (JointTransformerBlock,)
+    guidance_keys = frozenset({"skip_layers", "skip_scale", "skip_interval"})
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
@@ -86,13 +95,66 @@ class StableDiffusion3(DiffusionModel):
             "pooled_prompt_embeds": (self.config.pooled_projection_dim,),
         }
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
+    def check_sampling(self, sampling: SamplingRecipe) -> None:
+        super().check_sampling(sampling)
+        skipped = sampling.guidance.skip_layers
+        if skipped and max(skipped) >= self.config.num_layers:
+            raise ModelError(
+                f"{self.path}: sampling.guidance.skip_layers {skipped}: blocks are 0 to {self.config.num_layers - 1}"
+            )
+
+    def skip_interval(self, settings: SamplingRecipe) -> tuple[float, float]:
+        """Return the range of noise levels with skip-layer guidance."""
+        if settings.guidance.skip_interval is not None:
+            return settings.guidance.skip_interval
+        shift = self.flow_shift(settings)
+        low, high = (shift * q / (1 + (shift - 1) * q) for q in (1 - SKIP_STOP, 1 - SKIP_START))
+        return low, high
+
+    def guidance_passes(
+        self, settings: SamplingRecipe, expert: int, sigma: float | None = None
+    ) -> tuple[GuidancePass, ...]:
+        passes = super().guidance_passes(settings, expert, sigma)
+        if not passes or not settings.guidance.skip_layers:
+            return passes
+        if sigma is not None and not is_inside(sigma, *self.skip_interval(settings)):
+            return passes
+        return (*passes, GuidancePass(SKIP, variant=format_blocks(settings.guidance.skip_layers)))
+
+    def combine_passes(
+        self,
+        cond: Tensor,
+        others: Mapping[str, Tensor],
+        latents: Tensor,
+        sigma: Tensor,
+        settings: SamplingRecipe,
+        expert: int,
+    ) -> Tensor:
+        guided = super().combine_passes(cond, others, latents, sigma, settings, expert)
+        if SKIP not in others:
+            return guided
+        moved = guided + settings.guidance.skip_scale * (cond - others[SKIP])
+        for low, high in (settings.guidance.interval, self.skip_interval(settings)):
+            moved = choose_rows(sigma, low, high, moved, guided)
+        return moved
+
+    def denoise(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        expert: int | None = None,
+        variant: str = "",
+    ) -> Tensor:
+        """Predict the velocity. variant: the blocks that the network skips, such as `7,8,9`."""
         self.check_denoise(latents, sigma, conditioning, expert)
+        skipped = {"skip_layers": parse_blocks(variant)} if variant else {}
         velocity: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # stays float32
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             pooled_projections=conditioning["pooled_prompt_embeds"].to(self.dtype),
+            **skipped,
             return_dict=False,
         )[0]
         return velocity.float()

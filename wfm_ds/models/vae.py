@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.types import SoundClip
 
 MAX_PIXELS_PER_BATCH = 2**20
 """Maximum number of pixels that a float32 VAE processes together: one image of 1024 x 1024. A larger sample is
@@ -118,6 +119,9 @@ class PixelCodec(ABC):
     """Base class that converts between pixels and latents with the VAE of a pipeline."""
 
     is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
+    makes_sound: ClassVar[bool] = False  # whether the samples have sound
+    sound_rate: int | None = None  # samples per second of the sound that `decode_sound` returns; None: no sound
+    clip_sound_rate: int | None = None  # samples per second of the sound that `encode_uint8` expects; None: no sound
     family: ClassVar[str]
     pipeline: Any
     path: Path
@@ -129,6 +133,19 @@ class PixelCodec(ABC):
 
         Raises ValueError for an unsupported size.
         """
+
+    @property
+    def latent_layout(self) -> tuple[str, int]:
+        """The axes of a batch of latents, such as "[B,C,h,w]", and their number."""
+        return ("[B,C,T,h,w]", 5) if self.is_video else ("[B,C,h,w]", 4)
+
+    def grid_size(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return (h, w), the height and width of one sample's latents of this shape."""
+        return shape[-2], shape[-1]
+
+    def num_latent_frames(self, shape: Sequence[int]) -> int:
+        """Return the number of latent frames of one sample's latents of this shape: 1 for image families."""
+        return shape[1] if self.is_video else 1
 
     def size_multiple(self, num_frames: int = 1) -> int:
         """Return the number of pixels of which height and width must be multiples."""
@@ -165,12 +182,13 @@ class PixelCodec(ABC):
         height, width = pixels.shape[-2:]
         return len(pixels) if self.device.type == "cpu" else max_batch_size(self.pipeline.vae, height * width)
 
-    def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
+    def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8] | SoundClip]) -> Tensor:
         """Encode uint8 images [H,W,3] or videos [F,H,W,3]. All arrays must have the same shape.
 
-        Video families treat an image as a video with one frame.
+        Video families treat an image as a video with one frame. Families with a `clip_sound_rate` encode SoundClips.
         """
-        videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
+        arrays = [m.frames if isinstance(m, SoundClip) else m for m in media]
+        videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in arrays]
         frames = copy_to_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
         return self.encode_pixels(pixels if self.is_video else pixels.squeeze(2))
@@ -179,6 +197,11 @@ class PixelCodec(ABC):
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Decode normalized latents to float32 pixels in [0, 1], in the shape that `encode_pixels` accepts."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def decode_sound(self, latents: Tensor) -> Tensor | None:
+        """Decode latents to sound, float32 [B, channels, samples] in [-1, 1]. None: the model has no sound."""
+        return None
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         """Encode float32 pixels in [-1, 1] on the model's device to normalized float32 latents."""

@@ -6,10 +6,10 @@ expert, because Adam's moments contain earlier gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ftfy  # noqa: F401, the pipeline silently skips prompt cleaning if it is missing
 import numpy as np
@@ -22,7 +22,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
-from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.lora_layer_names import LoraLayerName, map_layers
 from wfm_ds.models.vae import count_latent_frames, require_multiple
 from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.types import FIRST_FRAME
@@ -32,13 +32,18 @@ if TYPE_CHECKING:
 
 EXPERT_NAMES = ("transformer", "transformer_2")  # high noise first
 
-LORA_NAMES = tuple(
-    name
-    for layer, original in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-    for name in map_layers(
-        f"blocks.{{}}.{layer}", f"blocks.{{}}.{original}", {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+
+def map_block_layers(block: str) -> tuple[LoraLayerName, ...]:
+    """Map the attention and feed-forward layers of a block, such as `blocks.{}`, to their original names."""
+    attention = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+    return (
+        *map_layers(f"{block}.attn1", f"{block}.self_attn", attention),
+        *map_layers(f"{block}.attn2", f"{block}.cross_attn", attention),
+        *map_layers(block, block, {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}),
     )
-) + map_layers("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
+
+
+LORA_NAMES = map_block_layers("blocks.{}")
 IMAGE_ATTENTION_LAYERS = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
 LORA_NAMES += map_layers("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
 IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers assumes this number when it separates text tokens from image tokens
@@ -81,9 +86,10 @@ class Experts(nn.Module):
         for network in self.networks:
             network.disable_adapters()
 
-    def enable_gradient_checkpointing(self) -> None:
+    def enable_gradient_checkpointing(self, checkpoint_block: Callable[..., Any] | None = None) -> None:
+        """checkpoint_block: function (block, *arguments) -> outputs. None selects diffusers' function."""
         for network in self.networks:
-            network.enable_gradient_checkpointing()
+            network.enable_gradient_checkpointing(checkpoint_block)
 
     def disable_gradient_checkpointing(self) -> None:
         for network in self.networks:
@@ -154,12 +160,12 @@ class Wan(DiffusionModel):
     """
 
     family = "wan"
-    pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
+    pipeline_classes: ClassVar[tuple[str, ...]] = ("WanPipeline", "WanImageToVideoPipeline")
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     lora_layer_names = LORA_NAMES
-    block_classes = (WanTransformerBlock,)
+    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (WanTransformerBlock,)
     denoiser_components: tuple[str, ...] = EXPERT_NAMES
     guidance_arguments = ("guidance_scale", "guidance_scale_2")
     is_video = True
@@ -248,7 +254,7 @@ class Wan(DiffusionModel):
         """
         self.check_denoise(latents, sigma, conditioning, expert)
         if missing := sorted(self.optional_conditioning_keys - conditioning.keys()):
-            raise ValueError(f"this image-to-video network needs a first frame: conditioning must hold {missing} too")
+            raise ValueError(f"conditioning lacks {missing}, which this network needs")
         expert = self.resolve_expert(sigma, expert)
         frames = get_clean_frames(conditioning)
         visible = latents if frames is None else frames.insert_clean_latents(latents)
@@ -260,13 +266,15 @@ class Wan(DiffusionModel):
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             return_dict=False,
             **({} if self.boundary_ratio is None else {"expert": expert}),
-            **(
-                {"encoder_hidden_states_image": conditioning[EMBEDS_KEY].to(self.dtype)}
-                if EMBEDS_KEY in conditioning
-                else {}
-            ),
+            **self.network_inputs(conditioning),
         )[0].float()
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
+
+    def network_inputs(self, conditioning: Conditioning) -> dict[str, Tensor]:
+        """Return the network's keyword arguments besides latents, timestep and text embeddings."""
+        if EMBEDS_KEY not in conditioning:
+            return {}
+        return {"encoder_hidden_states_image": conditioning[EMBEDS_KEY].to(self.dtype)}
 
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
         """Return `expert` or, if it is None, the index of the expert that runs for these sigmas.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from wfm_ds.models import vae
+from wfm_ds.models.source_images import MAX_CACHE_BYTES, ImageCache
 from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 CHANNELS_KEY, EMBEDS_KEY = "image_channels", "image_embeds"
-MAX_CACHE_BYTES = 2**30  # on the host: the first frames of about 100 videos with 81 frames of 480 x 832
 
 
 class ImageConditioner:
@@ -28,8 +27,7 @@ class ImageConditioner:
 
     def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
         """embeds: whether the network also receives CLIP image embeddings."""
-        self.pipeline, self.embeds, self._free_bytes = pipeline, embeds, max_cache_bytes
-        self._cache: OrderedDict[tuple[bytes, int], Conditioning] = OrderedDict()
+        self.pipeline, self.embeds, self._cache = pipeline, embeds, ImageCache(max_cache_bytes)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -46,7 +44,9 @@ class ImageConditioner:
         If the network receives CLIP embeddings, the result also contains image_embeds: [batch, tokens, channels] in
         CLIP's dtype.
         """
-        rows = [self._encode_cached(frame, num_frames) for frame in frames]
+        rows = [
+            self._cache.encode([frame], num_frames, partial(self._encode_frame, frame, num_frames)) for frame in frames
+        ]
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
 
     def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -61,22 +61,9 @@ class ImageConditioner:
         clip = self.pipeline.image_encoder.config
         return {**shapes, EMBEDS_KEY: ((clip.image_size // clip.patch_size) ** 2 + 1, clip.hidden_size)}
 
-    def _encode_cached(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
-        key = blake2b(repr(frame.shape).encode() + frame.tobytes()).digest(), num_frames
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        conditioning = self._encode_frame(frame, num_frames)
-        self._cache[key] = conditioning
-        self._free_bytes -= num_bytes(conditioning)
-        while self._free_bytes < 0 and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            self._free_bytes += num_bytes(oldest)
-        return conditioning
-
     @torch.no_grad()
     def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
-        """Encode one frame as the pipeline does. The returned tensors are on the host."""
+        """Encode one frame as the pipeline does."""
         device = self.pipeline.vae.device
         pixels = copy_to_device(torch.from_numpy(frame), device).permute(2, 0, 1).float() / 255
         clip = pixels.new_zeros(1, 3, num_frames, *pixels.shape[1:])  # grey (0) after the first frame
@@ -84,12 +71,8 @@ class ImageConditioner:
         latents = vae.encode_normalized(self.pipeline.vae, clip)
         mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
         mask[:, :, 0] = 1
-        conditioning = {CHANNELS_KEY: torch.cat([mask, latents], dim=1).cpu()}
+        conditioning = {CHANNELS_KEY: torch.cat([mask, latents], dim=1)}
         if self.embeds:
             embeds: Tensor = self.pipeline.encode_image(Image.fromarray(frame), device)
-            conditioning[EMBEDS_KEY] = embeds.cpu()
+            conditioning[EMBEDS_KEY] = embeds
         return conditioning
-
-
-def num_bytes(conditioning: Conditioning) -> int:
-    return sum(tensor.nbytes for tensor in conditioning.values())

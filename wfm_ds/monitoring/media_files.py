@@ -1,4 +1,4 @@
-"""Image and video files: PNG, MP4, animated GIF, and image grids."""
+"""Image and video files, also with sound: PNG, MP4, animated GIF, and image grids."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ ImageArray: TypeAlias = npt.NDArray[np.uint8]
 VideoArray: TypeAlias = npt.NDArray[np.uint8]
 """[T,H,W,3] uint8, RGB."""
 
+SoundArray: TypeAlias = npt.NDArray[np.float32]
+"""[channels, samples] float32, in [-1, 1]."""
+
 Color: TypeAlias = tuple[int, int, int]
 """Red, green and blue, 0 to 255."""
 
 # x264 quality without visible loss. No B-frames: with B-frames, equal frames can give different bytes.
 X264_OPTIONS = {"crf": "18", "bf": "0"}
 ENCODER_THREADS = 4  # constant, so that the bytes do not depend on the number of cores
+SOUND_LAYOUTS = {1: "mono", 2: "stereo"}  # by number of channels
 BT709 = 1  # ITU-T H.273 code of HD video for primaries, transfer and matrix; without it, players guess by the size
 MIN_GIF_DELAY_MS = 20  # browsers show shorter delays as 100 ms
 GAP = 2  # pixels between cells
@@ -104,10 +108,13 @@ def save_png(path: Path, image: ImageArray) -> None:
     Image.fromarray(image).save(path, format="PNG")
 
 
-def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
-    """Write an H.264 video in yuv420p with BT.709 colours, which every browser and player supports.
+def save_mp4(
+    path: Path, video: VideoArray, fps: float, sound: SoundArray | None = None, sound_rate: int | None = None
+) -> None:
+    """Write an H.264 video in yuv420p with BT.709 colours and AAC sound, which every browser and player supports.
 
-    Odd sizes are padded by repeating the last row or column. Raises OSError if writing fails.
+    Odd sizes are padded by repeating the last row or column. sound_rate: samples per second of `sound`; AAC supports
+    8000, 16000, 24000, 48000 and others. Raises OSError if writing fails.
     """
     height, width = video.shape[1:3]
     odd = ((0, height % 2), (0, width % 2), (0, 0))
@@ -118,10 +125,22 @@ def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
         codec = stream.codec_context
         codec.thread_count = ENCODER_THREADS
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        sound_stream = None if sound is None else _add_sound_stream(container, sound, sound_rate)
         for image in video:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(image, odd, mode="edge")), format="rgb24")
             container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
         container.mux(stream.encode(None))
+        if sound is not None and sound_stream is not None:
+            samples = av.AudioFrame.from_ndarray(
+                np.ascontiguousarray(sound.clip(-1, 1)), format="fltp", layout=SOUND_LAYOUTS[len(sound)]
+            )
+            samples.sample_rate, samples.pts = sound_stream.rate, 0
+            container.mux(sound_stream.encode(samples))
+            container.mux(sound_stream.encode(None))
+
+
+def _add_sound_stream(container: av.container.OutputContainer, sound: SoundArray, rate: int | None) -> av.AudioStream:
+    return container.add_stream("aac", rate=rate, layout=SOUND_LAYOUTS[len(sound)])
 
 
 def encode_gif(video: VideoArray, fps: float) -> bytes:

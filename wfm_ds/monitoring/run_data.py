@@ -13,6 +13,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
 from wfm_ds.recipe.tree import flatten_keys
 from wfm_ds.storage.atomic import finite_or_none
+from wfm_ds.types import IMAGE_INPUTS
 
 MAX_POINTS, MAX_CURVES = 1000, 40  # points per curve; curves on the page
 MAX_STEPS, MAX_SAMPLES = 12, 16  # evaluations shown, and samples per evaluation
@@ -234,21 +235,28 @@ def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
 
 
 def parse_sample(line: str, step: int) -> dict[str, Any] | None:
-    """Return a line of samples.jsonl as {file, prompt, seed, rewards}.
+    """Return a line of samples.jsonl as {file, id, prompt, seed, rewards, images}.
 
-    Returns None if the line is invalid or names a file in another folder.
+    id: identifies the prompt; prompts with the same text may differ in their inputs. images: {name: file} of the input
+    images. Returns None if the line is invalid or names a file in another folder.
     """
     row = parse_object(line)
-    file, rewards = str(row.get("file", "")), row.get("rewards")
+    file, rewards, images = str(row.get("file", "")), row.get("rewards"), row.get("images")
     if not file or Path(file).name != file:
         return None
     items = rewards.items() if isinstance(rewards, dict) else ()
     scores = {name[:60]: value if isinstance(value, int | float) else None for name, value in items}
     return {
         "file": f"samples/step_{step}/{file}",
+        "id": str(row.get("prompt_id", row.get("prompt", "")))[:MAX_CHARACTERS],
         "prompt": str(row.get("prompt", ""))[:MAX_CHARACTERS],
         "seed": str(row.get("seed", "")),
         "rewards": dict(list(scores.items())[:8]),
+        "images": {
+            name: f"samples/step_{step}/{image}"
+            for name, image in (images.items() if isinstance(images, dict) else ())
+            if name in IMAGE_INPUTS and isinstance(image, str) and Path(image).name == image
+        },
     }
 
 

@@ -7,15 +7,25 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.monitoring.media_files import ImageArray, VideoArray, image_grid, reduce_image, save_mp4, save_png
+from wfm_ds.monitoring.media_files import (
+    ImageArray,
+    SoundArray,
+    VideoArray,
+    image_grid,
+    reduce_image,
+    save_mp4,
+    save_png,
+)
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
+from wfm_ds.types import MASK, SOURCES, Prompt
 
 SAMPLES_FILE = "samples.jsonl"
 MIN_CELL = 64  # pixels; smaller samples are enlarged in the grid to be visible
@@ -32,6 +42,9 @@ class GeneratedSample:
     fps: float | None = None  # only for a video
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
     parts: Mapping[str, float] = field(default_factory=dict)  # {`reward/part`: entry of Score.parts}
+    images: Mapping[str, ImageArray] = field(default_factory=dict)  # input images, such as the `source` of an edit
+    sound: SoundArray | None = None  # of a video
+    sound_rate: int | None = None  # samples per second of `sound`
 
     @property
     def frames(self) -> VideoArray:
@@ -55,18 +68,33 @@ def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
         write_table(temporary, [write_sample_file(temporary, number, sample) for number, sample in enumerate(samples)])
 
 
+def select_images(prompt: Prompt) -> dict[str, ImageArray]:
+    """Return the input images of a prompt by name, sources first."""
+    return {name: prompt.inputs[name] for name in (*SOURCES, MASK) if name in prompt.inputs}
+
+
 def write_sample_file(folder: Path, number: int, sample: GeneratedSample) -> dict[str, Any]:
+    """Write a sample and its input images. Return its line of samples.jsonl."""
     name = f"{number:04d}.{'mp4' if sample.is_video else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
     if sample.is_video:
         assert sample.fps is not None, f"{name}: a video needs its frames per second"
-        save_mp4(folder / name, sample.frames, sample.fps)
+        save_mp4(folder / name, sample.frames, sample.fps, sample.sound, sample.sound_rate)
         line["fps"] = sample.fps
     else:
         save_png(folder / name, sample.frames[0])
     rewards = {key: None if value is None else finite_or_none(value) for key, value in sample.rewards.items()}
     parts = {key: finite_or_none(value) for key, value in sample.parts.items()}
-    return {**line, "rewards": rewards} | ({"parts": parts} if parts else {})
+    images = {key: write_input_image(folder, key, image) for key, image in sample.images.items()}
+    return {**line, "rewards": rewards} | ({"parts": parts} if parts else {}) | ({"images": images} if images else {})
+
+
+def write_input_image(folder: Path, name: str, image: ImageArray) -> str:
+    """Write an input image, unless an earlier sample has the same one. Returns the name of the file."""
+    file = f"{name}_{blake2b(image.tobytes(), digest_size=6).hexdigest()}.png"
+    if not (folder / file).exists():
+        save_png(folder / file, image)
+    return file
 
 
 def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -10,9 +10,13 @@ from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, mode
 
 from wfm_ds.recipe.actions import ActionsRecipe, Domain, Viewpoint
 from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserClass, UserPath, value_form
+from wfm_ds.types import CONTROL, IMAGE_INPUTS, MASK, SOURCES, VIDEO_INPUTS
 from wfm_ds.user_class import is_user_class
 
 BucketSize = tuple[PositiveInt, PositiveInt]
+MediaInput = Literal["source", "source_2", "source_3", "mask", "control", "control_mask"]
+IMAGE_INPUT_KINDS = ("paired", "folder", "webdataset", "hf", "pairs")  # kinds that can have images as data.inputs
+VIDEO_INPUT_KINDS = ("paired", "folder", "webdataset", "pairs")  # kinds that can have videos as data.inputs
 INPUT_KINDS = ("paired", "folder", "webdataset", "lerobot")  # kinds of captioned videos that can have data.inputs
 EpisodeSlice = Annotated[str, Field(pattern=r"^(-?[0-9]+)?:(-?[0-9]+)?$")]
 """A Python slice of the list of episodes: `0:-500` selects all except the last 500."""
@@ -36,6 +40,10 @@ class DataSetRecipe(Section):
     """Like `data.caption_column`."""
     image_column: str | None = None
     """Like `data.image_column`."""
+    input_folders: dict[MediaInput, UserPath] = Field(default_factory=dict)
+    """Like `data.input_folders`, relative to `path`."""
+    input_columns: dict[MediaInput, str] = Field(default_factory=dict)
+    """Like `data.input_columns`."""
     split: str = "train"
     """Split of the data set. Only for `kind: hf`."""
     views: Views | None = None
@@ -125,8 +133,9 @@ class DataRecipe(Section):
     caption_column: str | None = None
     """folder, hf: column with the captions. Unset: the first of `text`, `prompt` and `caption` that exists."""
     image_column: str | None = None
-    """folder, hf: column with the images or videos, for data sets of the datasets library. Unset: the only column that
-    has images or videos."""
+    """folder, hf: column with the images or videos. Unset: in tables, the first of `file_name`, `file`, `image_path`,
+    `video_path` and `image` that exists; in data sets of the datasets library, the only column with images or
+    videos that is not an input."""
     name: str = "prompts"
     """prompts: name of the prompt set, which selects its format (pickscore, ocr, geneval, dance_grpo_t2v, or any other
     name)."""
@@ -158,6 +167,9 @@ class DataRecipe(Section):
     crop: Literal["centre", "random"] = "centre"
     """Position of the crop if the aspect ratio of an image or video differs from that of the sample size. `centre`: the
     centre. `random`: a random position in each epoch."""
+    video_resize: Literal["pillow", "swscale"] = "pillow"
+    """Library that resizes video frames. `swscale`: about four times as many clips per second of a CPU core, with
+    slightly different pixels (docs/data_processing.md). Images are always resized by Pillow."""
     buckets: (
         Annotated[
             Annotated[Literal["auto"], Tag("scalar")] | Annotated[list[BucketSize], Field(min_length=1), Tag("list")],
@@ -174,8 +186,30 @@ class DataRecipe(Section):
     and counted as too_small."""
     inputs: list[str] = Field(default_factory=list)
     """Conditioning inputs in addition to text and frames, such as `[actions]`: keys of NAME.json with a number, a list
-    of numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the
-    model must support them."""
+    of numbers or the name of an .npy file in the same folder (docs/inputs.md). `[source]`: the image to edit, a key
+    with the name of an image file; `source_2` and `source_3` are further images. `[control]`: the control video of Wan
+    VACE, a key with the name of a video file; `control_mask` is a video that is white where the model generates. All
+    samples must have them, and the model must support them."""
+    reward_inputs: list[Literal["mask"]] = Field(default_factory=list)
+    """Images that only the rewards see. `[mask]`: white where an edit may change the source (docs/rewards.md). Masks
+    are stored, resized and cropped like sources."""
+    input_folders: dict[MediaInput, UserPath] = Field(default_factory=dict)
+    """folder, paired: folders of the input images and videos, such as `{source: before}`. An input file has the same
+    relative path as its target, with any suffix of an image or video. Relative folders are relative to `data.path` (for
+    `validation.path`, to that folder). Unset: see docs/data_layouts.md."""
+    input_columns: dict[MediaInput, str] = Field(default_factory=dict)
+    """folder, hf: columns of the input images and videos, such as `{source: original_image}`. Unset: the columns have
+    the names of the inputs."""
+    source_size: Annotated[
+        Annotated[Literal["target", "stock"], Tag("scalar")] | Annotated[BucketSize, Tag("list")],
+        Discriminator(value_form),
+    ] = "target"
+    """Size of source images, which are resized and cropped to it. `target`: the size of the sample. `stock`: the size
+    to which the diffusers pipeline resizes a source of the size of the sample. Or [height, width]."""
+    target: bool = True
+    """RL with `inputs: [source]`: whether the data contains edited images. False: the images of the data are the
+    sources, and the model learns from its own edits and their rewards alone. With `inputs: [control]`, False means that
+    the videos of the data are the control videos."""
     actions: ActionsRecipe = ActionsRecipe()
     """How actions are computed, normalized and combined."""
     domain: Domain | None = None
@@ -240,12 +274,12 @@ class DataRecipe(Section):
                 raise ValueError(f"two sets are called {name}: rename one of them")
             is_named = one.kind == "hf" or (one.kind == "lerobot" and not os.path.isdir(self.folder / one.path))
             path = one.path if "://" in one.path or is_named else str(self.folder / one.path)
-            keys = one.model_dump(
-                include={"kind", "prompt", "caption_column", "image_column", "split", "views", "episodes", "options"}
-            )
+            keys = one.model_dump(exclude={"path", "weight", "name", "actions", "domain", "viewpoint"})
             shared = self.model_dump(include={"max_bad_fraction", "cache_dir"})
+            if one.kind in IMAGE_INPUT_KINDS:
+                shared |= {key: getattr(self, key) for key in ("reward_inputs", "source_size", "target")}
+            shared["inputs"] = self.inputs
             if one.kind in INPUT_KINDS:
-                shared["inputs"] = self.inputs
                 for key in ("actions", "domain", "viewpoint"):
                     own = getattr(one, key)
                     shared[key] = getattr(self, key) if own is None else own
@@ -253,6 +287,20 @@ class DataRecipe(Section):
                     shared["actions"] = self.actions.model_copy(update={"space": None})
             recipes[name] = (DataRecipe(path=path, **keys, **shared), one.weight)
         return recipes
+
+    @property
+    def image_inputs(self) -> list[str]:
+        """Names of the inputs that are images, for the model or only for the rewards."""
+        return [*(name for name in self.inputs if name in SOURCES), *self.reward_inputs]
+
+    @property
+    def video_inputs(self) -> list[str]:
+        return [name for name in self.inputs if name in VIDEO_INPUTS]
+
+    @property
+    def media_inputs(self) -> list[str]:
+        """Names of the inputs that are images or videos."""
+        return [*self.video_inputs, *self.image_inputs]
 
     @property
     def is_user_kind(self) -> bool:
@@ -294,10 +342,7 @@ class DataRecipe(Section):
             raise ValueError(f"allow_pickle is for the embeddings of kind cosmos, not {self.kind}: remove it")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("prompt is blank: set a caption, or remove it")
-        if self.inputs and not (self.kind in (*INPUT_KINDS, "sets") or self.is_user_kind):
-            raise ValueError(f"inputs is for kind {', '.join(INPUT_KINDS)} or sets, not {self.kind}: remove it")
-        if len(set(self.inputs)) < len(self.inputs):
-            raise ValueError(f"inputs has duplicates: {self.inputs}")
+        self._check_inputs()
         if "actions" not in self.inputs:
             self.require_defaults("actions", "viewpoint", unless="inputs: [actions]")
         if self.actions.space is not None and self.kind not in ("lerobot", "sets") and not self.is_user_kind:
@@ -315,6 +360,25 @@ class DataRecipe(Section):
         if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
             raise ValueError("cache_latents needs cache_dir, clip: centre and crop: centre")
         return self
+
+    def _check_inputs(self) -> None:
+        kinds = IMAGE_INPUT_KINDS if set(self.inputs) <= IMAGE_INPUTS else INPUT_KINDS
+        kinds = VIDEO_INPUT_KINDS if self.video_inputs else kinds
+        if self.inputs and not (self.kind in (*kinds, "sets") or self.is_user_kind):
+            raise ValueError(f"inputs is for kind {', '.join(kinds)} or sets, not {self.kind}: remove it")
+        if len(set(self.inputs)) < len(self.inputs):
+            raise ValueError(f"inputs has duplicates: {self.inputs}")
+        if MASK in self.inputs:
+            raise ValueError(f"inputs: no model has the input {MASK}: move it to reward_inputs")
+        if "source" not in self.inputs:
+            self.require_defaults("reward_inputs", "source_size", unless="inputs: [source]")
+        if not {"source", CONTROL} & set(self.inputs):
+            self.require_defaults("target", unless="inputs: [source] or [control]")
+        for key, other in (("input_folders", "paired"), ("input_columns", "hf")):
+            if self.kind not in ("folder", other):
+                self.require_defaults(key, unless=f"kind: folder or {other}")
+            if unknown := [name for name in getattr(self, key) if name not in self.media_inputs]:
+                raise ValueError(f"{key} has {unknown[0]}, which is not in inputs or reward_inputs: add or remove it")
 
     def _check_streaming(self) -> None:
         if not self.streaming:

@@ -60,8 +60,9 @@ class RolloutRecipe(Section):
     it differs from the trainer's format, the rollout policy differs slightly from the trained policy. Only for
     algorithms that do not use rollout log-probabilities. Unset: `model.base_precision`."""
     cuda_graph: bool = False
-    """Record rollout forward passes as CUDA graphs, one per batch size. Each graph keeps the memory of a forward pass.
-    With colocated rollouts, it cannot be used with zero3 or `engine.sequence_parallel`. No effect on CPUs."""
+    """Record rollout forward passes as CUDA graphs, one per batch size and text length, and keep the last 32 of them.
+    With colocated rollouts, it cannot be used with zero3 or `engine.sequence_parallel`. Qwen-Image and Qwen-Image-Edit
+    do not support it. No effect on CPUs."""
     max_staleness: NonNegativeInt = 1
     """async: maximum age of a sample in RL steps when it is trained on. The policy is published to the workers after
     each RL step. 0: strictly on-policy; the samples of a step are generated after the previous step."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import Section
+from wfm_ds.recipe.section import Fraction, Section
 from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAULT_GUIDANCE_SCALE
 
 # {stochastic solver: default of sampling.noise_level}
@@ -113,6 +114,53 @@ class ExploreRecipe(Section):
     latents of a rollout."""
 
 
+def is_inside(sigma: float, low: float, high: float) -> bool:
+    """Return whether low <= sigma <= high in float32, the dtype of noise levels in training."""
+    return bool(np.float32(low) <= np.float32(sigma) <= np.float32(high))
+
+
+class GuidanceRecipe(Section):
+    """Further settings of classifier-free guidance. Except for `interval`, only some model families support them."""
+
+    interval: tuple[Fraction, Fraction] = (0.0, 1.0)
+    """[low, high]: noise levels with guidance. At other levels, there is only the conditional pass in rollouts and
+    evaluations (arXiv 2404.07724). [0, 1]: guidance at all levels."""
+    skip_layers: list[NonNegativeInt] = Field(default_factory=list)
+    """SD3: transformer blocks that a third pass skips (skip-layer guidance). `skip_scale` * (v_cond -
+    v_skip) is added to the guided prediction. Stability AI recommends [7, 8, 9] for SD3.5 medium."""
+    skip_scale: PositiveFloat = 2.8
+    """SD3: scale of skip-layer guidance."""
+    skip_interval: tuple[Fraction, Fraction] | None = None
+    """SD3: noise levels with skip-layer guidance. Unset: the levels from 1 % to 20 % of the denoising steps, as in
+    diffusers."""
+    audio_scale: Annotated[float, Field(ge=1)] | None = None
+    """LTX-2: guidance scale of the sound. `guidance_scale` is then that of the video only. Unset: `guidance_scale`. The
+    defaults of diffusers are 7 for the sound and 3 for the video."""
+    stg_blocks: list[NonNegativeInt] = Field(default_factory=list)
+    """LTX-2: transformer blocks without self-attention in a further pass (spatio-temporal guidance). `stg_scale` *
+    (v_cond - v_stg) is added to the guided prediction. diffusers' default is [28]."""
+    stg_scale: PositiveFloat = 1.0
+    """LTX-2: scale of spatio-temporal guidance."""
+    modality_scale: Annotated[float, Field(ge=1)] = 1.0
+    """LTX-2: scale of modality guidance. Above 1, there is a further pass without attention between sound and video,
+    and (`modality_scale` - 1) * (v_cond - v_isolated) is added to the guided prediction. diffusers' default is 3."""
+    rescale: Fraction = 0.0
+    """LTX-2: how far the standard deviation of the guided clean prediction is rescaled to that of the conditional one,
+    for video and sound separately. 0: not at all. diffusers' default is .7."""
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> GuidanceRecipe:
+        for key in ("interval", "skip_interval"):
+            bounds = getattr(self, key)
+            if bounds is not None and bounds[0] >= bounds[1]:
+                raise ValueError(f"{key} must be [low, high] with low < high, got {list(bounds)}")
+        if not self.skip_layers:
+            self.require_defaults("skip_scale", "skip_interval", unless="skip_layers is set")
+        if not self.stg_blocks:
+            self.require_defaults("stg_scale", unless="stg_blocks is set")
+        return self
+
+
 class SamplingRecipe(Section):
     """Sample size, solvers and guidance for rollouts, validation and logged samples."""
 
@@ -176,6 +224,8 @@ class SamplingRecipe(Section):
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
     """Models with two experts (Wan 2.2 A14B): guidance scale of the low-noise expert. 1: no guidance for this expert.
     Unset: `guidance_scale`."""
+    guidance: GuidanceRecipe = GuidanceRecipe()
+    """Further settings of guidance. They need a `guidance_scale` above 1."""
     guidance_batch: Literal["separate", "joint"] = "separate"
     """How guided predictions are computed. `separate`: with one forward pass for the conditional and one for the
     unconditional prediction. `joint`: with a single forward pass, if twice the number of samples fits into
@@ -188,6 +238,8 @@ class SamplingRecipe(Section):
     def _check_guidance(self) -> SamplingRecipe:
         if self.guidance_batch == "joint" and self.guidance_scale == 1:
             raise ValueError("guidance_batch: joint needs a guidance_scale above 1: there is only one pass otherwise")
+        if self.guidance_scale == 1 and self.guidance != GuidanceRecipe():
+            raise ValueError("guidance needs a guidance_scale above 1: raise it, or remove guidance")
         if self.guidance_scale_low is not None and self.guidance_scale == 1:
             raise ValueError(
                 "guidance_scale_low needs a guidance_scale above 1: there is no unconditional pass otherwise"
@@ -222,6 +274,10 @@ class SamplingRecipe(Section):
     def uses_guidance(self, expert: int = 0) -> bool:
         """Return whether this expert runs an unconditional pass. No expert does if expert 0 does not."""
         return self.expert_guidance_scale(expert) != 1
+
+    def guides(self, expert: int, sigma: float | None) -> bool:
+        """Return whether guidance is used at this noise level. None: whether it is used at any noise level."""
+        return self.uses_guidance(expert) and (sigma is None or is_inside(sigma, *self.guidance.interval))
 
     @property
     def candidate_sampling(self) -> SamplingRecipe | None:

@@ -165,11 +165,13 @@ class Recipe(Section):
         self._check_streaming()
         self.algorithm.check_recipe(self)
         self._check_validation_prompts()
+        self._check_sources()
         self._check_trajectories()
         self._check_sample_selection()
         if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
             self._check_cuda_graph()
         check_weights(self)
+        self._check_checkpointing()
         self._check_held_out_rewards()
         if self.all_reward_settings is not None:
             self._check_reward_timeouts(self.all_reward_settings)
@@ -197,10 +199,11 @@ class Recipe(Section):
 
     def _check_data_kind(self) -> None:
         algorithm, data = self.algorithm, self.data
+        takes_inputs = algorithm.takes_prompts and bool(data.media_inputs)
         kinds = {
             "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
             "captioned images or videos": (
-                algorithm.takes_media or algorithm.conditioning_frame_range[1] > 0,
+                algorithm.takes_media or algorithm.conditioning_frame_range[1] > 0 or takes_inputs,
                 "captioned images or videos: data.kind folder, paired, cosmos or webdataset",
             ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
@@ -252,6 +255,20 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.clips {self.validation.clips} continues clips by conditioning frames: set "
                 "algorithm.max_num_conditional_frames, or remove it"
+            )
+
+    def _check_sources(self) -> None:
+        folders = [folder for folder in self.data.input_folders.values() if folder.is_absolute()]
+        if folders and self.validation.path is not None:
+            raise ValueError(
+                f"data.input_folders has {folders[0]}, which validation.path would use too: make it relative to the "
+                "folders of the data, such as {source: before}"
+            )
+        if self.data.target:
+            return
+        if not self.is_rl or self.rl.algorithm.num_data_terms(self.rl.algorithm.terms_per_sample(self.sampling)) > 0:
+            raise ValueError(
+                f"data.target: false: algorithm {self.algorithm.name} trains on edited images: remove it, and add them"
             )
 
     def _check_trajectories(self) -> None:
@@ -331,6 +348,17 @@ class Recipe(Section):
                 "the key, or set engine.sequence_parallel: 1"
             )
 
+    def _check_checkpointing(self) -> None:
+        if self.model.gradient_checkpointing != "attention":
+            return
+        if self.algorithm.trains_language:
+            raise ValueError("model.gradient_checkpointing: attention is only for diffusion models: set it to true")
+        if self.engine.compile:
+            raise ValueError(
+                "model.gradient_checkpointing: attention does not see attention inside compiled blocks: set it to "
+                "true, or remove engine.compile"
+            )
+
     def _check_held_out_rewards(self) -> None:
         names = [reward.name for reward in self.validation.held_out_rewards]
         if len(set(names)) < len(names):
@@ -377,7 +405,7 @@ CONDITIONAL_KEYS = (
     ConditionalKeys("data", ("split",), lambda recipe: recipe.data.kind in ("prompts", "hf", "folder")),
     ConditionalKeys(
         "data",
-        ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents", "inputs"),
+        ("fps", "allow_repeats", "clip", "crop", "video_resize", "buckets", "max_upscale", "cache_latents", "inputs"),
         lambda recipe: recipe.data.kind not in ("prompts", "llava"),
     ),
     ConditionalKeys(
@@ -400,7 +428,9 @@ CONDITIONAL_KEYS = (
     ConditionalKeys(
         "validation",
         ("path",),
-        lambda recipe: not recipe.is_rl or recipe.algorithm.conditioning_frame_range[1] > 0,
+        lambda recipe: (
+            not recipe.is_rl or recipe.algorithm.conditioning_frame_range[1] > 0 or bool(recipe.data.media_inputs)
+        ),
     ),
     ConditionalKeys("validation", ("episodes",), lambda recipe: recipe.data.kind == "lerobot"),
     ConditionalKeys("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),

@@ -32,7 +32,7 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
-from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION, AttentionName
+from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION, AttentionName, Checkpointing
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 Fp8Training = Literal["torchao", "transformer_engine"]
@@ -86,9 +86,10 @@ class ModelRecipe(Section):
     images slightly. `data.cache_latents` caches each dtype separately."""
     denoiser_init: Literal["pretrained", "random"] = "pretrained"
     """`random`: train from scratch; the denoiser is re-initialized from its config and `run.seed`."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
     """Recompute the activations of transformer blocks in the backward pass. Saves memory and takes about a third more
-    time."""
+    time. `attention`: like `true`, but keep the outputs of attention between tokens of the sample, which takes more
+    memory and less time than `true` (docs/performance.md). Cannot be used with `engine.compile` or `vlm_sft`."""
     max_sequence_length: PositiveInt | None = None
     """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json).
     If there is none, the default of the diffusers pipeline."""
@@ -96,14 +97,14 @@ class ModelRecipe(Section):
     """SANA only: the instruction that its pipelines prepend to prompts (not to negative prompts). `stock`: prepend it.
     `none`: do not. Unset: the value saved with the pipeline (call.json). If there is none, `stock`."""
     embedded_guidance: PositiveFloat | None = None
-    """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. This
-    is not classifier-free guidance, so keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline
-    (call.json). If there is none, the default of the diffusers pipeline."""
+    """FLUX.2-dev and FLUX.1-Kontext only: the guidance scale passed to the network as an input in training, rollouts
+    and validation. This is not classifier-free guidance, so keep `sampling.guidance_scale` at 1. Unset: the value saved
+    with the pipeline (call.json). If there is none, the default of the diffusers pipeline."""
     attention: AttentionName = "auto"
-    """Attention kernel of the denoiser. `auto`: `cudnn` on GPUs of compute capability 9.0 (H100) or newer if dtype and
-    model allow it, otherwise `native` (torch's choice). `flash`, `flash3` and `sage` need the packages flash-attn,
-    FlashAttention-3 and sageattention. `flash3` and `sage` have no backward pass: use them in rollout workers and `wfm
-    generate` (docs/performance.md)."""
+    """Attention kernel of the denoiser. `auto` and `native`: torch's choice, which is cuDNN on an H100 if cuDNN is
+    newer than 9.15.0. `cudnn`: cuDNN, after copies of queries, keys and values. `flash`, `flash3` and `sage` need the
+    packages flash-attn, FlashAttention-3 and sageattention. `sage` has no backward pass: use it in rollout workers and
+    `wfm generate` (docs/performance.md)."""
     guardrail: Literal["stock", "off"] = "stock"
     """Safety checker of Cosmos pipelines. `stock`: check prompts and videos as the pipeline does (needs
     cosmos_guardrail). `off`: no checks, which the model's licence may not allow."""
@@ -175,6 +176,10 @@ class EngineRecipe(Section):
     compile: bool = False
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
     later ones are faster. Needs zero1 or zero2 (docs/performance.md)."""
+    fused_norms: bool = False
+    """Run norms, modulations and gated residuals of the denoiser as fused Triton kernels, also in rollout workers.
+    Results differ by rounding. Works with every ZeRO stage, for most model families (docs/performance.md). Cannot be
+    used with `compile`, which fuses these operators itself."""
     timeout_minutes: PositiveFloat = 30.0
     """End the run if no rank makes progress for this many minutes. The number must exceed the time to load the model or
     write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
@@ -185,6 +190,12 @@ class EngineRecipe(Section):
     guard: bool = False
     """For debugging: before every forward pass, check with a small all-reduce that all ranks run the same forward
     pass."""
+
+    @model_validator(mode="after")
+    def _fuse_norms_once(self) -> EngineRecipe:
+        if self.fused_norms and self.compile:
+            raise ValueError("engine.fused_norms: engine.compile fuses norms itself: remove one of the two keys")
+        return self
 
 
 class OptimizerRecipe(Section):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
+Checkpointing = bool | Literal["attention"]  # model.gradient_checkpointing
 TINY_FOLDER = "tiny"  # folder of the tiny models in the user's cache
 DEFAULT_FPS = 16.0
 DEFAULT_EVAL_STEPS = 40

@@ -15,10 +15,13 @@ from typing import Any
 import wfm_ds
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import HeldOutReward
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.recipe.shipped_recipes import recipes_folder
+from wfm_ds.types import CONTROL, MEDIA_INPUTS
 
 TINY_PREFIX = "tiny:"
+NUM_ACTION_FRAMES, ACTION_SIZE = 9, (8, 16)  # of the brightness clips
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class TinyFamily:
     height: int = 32
     width: int = 32
     is_video: bool = False
-    has_action_inputs: bool = False
+    action_size: tuple[int, int] | None = None
+    """Height and width of samples with actions. None: the model has no action inputs."""
     has_guardrail: bool = False
 
 
@@ -40,14 +44,21 @@ TINY_FAMILIES = (
     TinyFamily("sd3", ("stable-diffusion-3",)),
     TinyFamily("flux2", ("flux.2-klein",)),
     TinyFamily("flux2_dev", ("flux.2-dev",)),
+    TinyFamily("flux_kontext", ("flux.1-kontext",)),
+    TinyFamily("qwen_image_edit_plus", ("qwen-image-edit-2509", "qwen-image-edit-2511")),
+    TinyFamily("qwen_image_edit", ("qwen-image-edit",)),
     TinyFamily("qwen_image", ("qwen-image",)),
     TinyFamily("z_image", ("z-image",)),
+    TinyFamily("ltx2", ("ltx-2",), is_video=True),
+    TinyFamily("hunyuan_video15", ("hunyuanvideo-1.5",), is_video=True),
     TinyFamily("sana_video", ("sana-video",), is_video=True),
     TinyFamily("sana_wm", ("sana-wm",), is_video=True),
     TinyFamily("sana", ("sana1.5", "sana_1600m", "sana_600m")),
+    TinyFamily("cosmos25_actions", ("action-cond",), is_video=True, action_size=(16, 32), has_guardrail=True),
     TinyFamily("cosmos25", ("cosmos-predict2.5",), is_video=True, has_guardrail=True),
-    TinyFamily("cosmos3", ("cosmos3",), is_video=True, has_action_inputs=True, has_guardrail=True),
+    TinyFamily("cosmos3", ("cosmos3",), is_video=True, action_size=ACTION_SIZE, has_guardrail=True),
     TinyFamily("wan21_i2v", ("wan2.1-i2v", "wan2.1-flf2v"), is_video=True),
+    TinyFamily("wan_vace", ("wan2.1-vace", "wan2.2-vace"), is_video=True),
     TinyFamily("wan21", ("wan2.1",), is_video=True),
     TinyFamily("wan22_i2v", ("wan2.2-i2v",), is_video=True),
     TinyFamily("wan22_ti2v", ("wan2.2-ti2v",), is_video=True),
@@ -63,24 +74,32 @@ TINY_FAMILIES = (
         height=8,
         width=16,
         is_video=True,
-        has_action_inputs=True,
+        action_size=ACTION_SIZE,
         has_guardrail=True,
     ),
+    TinyFamily("edits", ("quickstart-edits",), height=64, width=128),
     TinyFamily("digits", ("quickstart",), height=8, width=8),
 )
 _BY_NAME = {family.name: family for family in TINY_FAMILIES}
-_PIPELINE_CLASSES = {  # without Wan, whose classes have several families
+_PIPELINE_CLASSES = {  # without the Wan classes that have several families
     "StableDiffusion3Pipeline": "sd3",
     "Flux2KleinPipeline": "flux2",
     "Flux2Pipeline": "flux2_dev",
+    "FluxKontextPipeline": "flux_kontext",
     "QwenImagePipeline": "qwen_image",
+    "QwenImageEditPipeline": "qwen_image_edit",
+    "QwenImageEditPlusPipeline": "qwen_image_edit_plus",
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
     "SanaVideoPipeline": "sana_video",
     "SanaImageToVideoPipeline": "sana_video",
     "SanaWMPipeline": "sana_wm",
+    "LTX2Pipeline": "ltx2",
+    "HunyuanVideo15Pipeline": "hunyuan_video15",
     "Cosmos2_5_PredictBasePipeline": "cosmos25",
+    "CosmosActionPipeline": "cosmos25_actions",
     "Cosmos3OmniPipeline": "cosmos3",
+    "WanVACEPipeline": "wan_vace",
 }
 LANGUAGE_MODELS = {"qwen2_5_vl": "qwen25vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe"}
 
@@ -91,10 +110,9 @@ GROUP_SIZE = 4
 LORA_RANK = 4
 MAX_SEQUENCE_PARALLEL = 2  # the tiny networks have two attention heads
 CLIP_FPS = 8.0
-NUM_ACTION_FRAMES, ACTION_SIZE = 9, (8, 16)  # of the brightness clips
 MAX_HISTORY_CLIPS, MAX_VALIDATION_CLIPS = 1, 2  # with actions; the other built-in videos are too short
 CAMERA_INPUTS, ACTION_INPUTS = frozenset({"c2w", "intrinsics"}), frozenset({"actions", "domain"})
-# Rewards that need no weights: for any data, for prompts (the built-in ones name colours), and for actions.
+# Rewards that need no weights: for any data, for prompts and edits (the built-in ones name colours), and for actions.
 WEIGHT_FREE_REWARDS = frozenset(
     {"mock", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency", "continuation"}
 )
@@ -225,24 +243,30 @@ def _model_keys(family: TinyFamily | None) -> Values:
 def _data_section(recipe: Recipe) -> Values:
     data, folder = recipe.data, tiny_data_folder()
     kept = data.model_dump(include={"shuffle", "caption_dropout", "clip", "crop", "choose", "choose_floor", "inputs"})
-    kept |= data.model_dump(include={"choose_memory", "system_prompt", "too_long", "pack"})
+    kept |= data.model_dump(include={"choose_memory", "system_prompt", "too_long", "pack", "reward_inputs", "target"})
     if data.kind == "prompts":
         return kept | {"kind": "prompts", "path": str(recipes_folder() / "prompts" / "colors")}
     if data.kind == "pairs":
-        return kept | {"kind": "pairs", "path": str(folder / "digits" / "pairs.jsonl"), "max_upscale": 8.0}
+        pairs = folder / ("controls" if data.video_inputs else "edits" if data.inputs else "digits") / "pairs.jsonl"
+        return kept | {"kind": "pairs", "path": str(pairs), "max_upscale": 8.0}
     if data.kind == "llava":
         squares = folder / "squares"
         paths = {"path": str(squares / "annotations.json"), "media_path": str(squares)}
         return kept | {"kind": "llava", "max_tokens": min(data.max_tokens, 512), **paths}
+    if data.image_inputs and set(data.inputs) <= MEDIA_INPUTS:
+        return kept | {"kind": "folder", "path": str(folder / "edits"), "max_upscale": 8.0}
+    if data.video_inputs and set(data.inputs) <= MEDIA_INPUTS:
+        controls, target = folder / "controls", "target" if data.target else CONTROL
+        folders = {name: str(controls / name) for name in data.video_inputs if name != target}
+        kept |= {"path": str(controls / target), "input_folders": folders}
+        return kept | {"kind": "paired", "fps": CLIP_FPS, "max_upscale": 8.0}
     if set(data.inputs) <= CAMERA_INPUTS:
         source, is_video = "room/clips", recipe.sampling.num_frames > 1
     elif set(data.inputs) <= ACTION_INPUTS:
         source, is_video = "walks" if _needs_long_videos(recipe) else "brightness", True
     else:
-        raise RecipeError(
-            f"data.inputs {', '.join(data.inputs)}: --tiny has clips with {', '.join(sorted(CAMERA_INPUTS))} or "
-            f"{', '.join(sorted(ACTION_INPUTS))} only: run this recipe with data of your own"
-        )
+        known = ", ".join(sorted(CAMERA_INPUTS | ACTION_INPUTS | MEDIA_INPUTS))
+        raise RecipeError(f"data.inputs {', '.join(data.inputs)}: --tiny has data with {known} only: use your own data")
     source, fps = (source, CLIP_FPS) if is_video else ("digits/images", None)
     return kept | {"kind": "paired", "path": str(folder / source), "fps": fps, "max_upscale": 8.0}
 
@@ -268,13 +292,17 @@ def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
     sampling, actions = recipe.sampling, "actions" in recipe.data.inputs
     height, width = (32, 32) if family is None else (family.height, family.width)
     keys: Values = {"height": height, "width": width, "num_frames": 1}
-    if sampling.num_frames > 1 and recipe.data.kind != "pairs":
+    if sampling.num_frames > 1 and (recipe.data.kind != "pairs" or recipe.data.video_inputs):
         most_given = recipe.algorithm.conditioning_frame_range[1]
         keys |= {"num_frames": 1 + 4 * max(1, most_given), "fps": CLIP_FPS}
     if actions:
-        keys |= dict(zip(("height", "width"), ACTION_SIZE, strict=True)) | {"num_frames": NUM_ACTION_FRAMES}
+        height, width = (family and family.action_size) or ACTION_SIZE
+        keys |= {"height": height, "width": width, "num_frames": NUM_ACTION_FRAMES}
     steps = min(sampling.steps, MAX_DENOISING_STEPS)
     keys |= {"steps": steps, "eval_steps": min(sampling.eval_steps, MAX_EVAL_STEPS)}
+    block_keys = [name for name in ("skip_layers", "stg_blocks") if getattr(sampling.guidance, name)]
+    if block_keys:
+        keys["guidance"] = sampling.guidance.model_dump() | {key: [0] for key in block_keys}
     if sampling.window is not None:
         keys["window"] = _shrink_window(sampling.window.model_dump(), sampling.steps, steps)
     if sampling.explore is not None:
@@ -330,23 +358,26 @@ def _rollout_keys(recipe: Recipe) -> Values:
     return keys | ({"trajectories": "shuffle"} if rollout.trajectories == "library" else {})
 
 
-def _is_weight_free(name: str, recipe: Recipe) -> bool:
-    if name in PROMPT_REWARDS:
-        return recipe.data.kind == "prompts"
-    return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)
+def _is_weight_free(reward: HeldOutReward, recipe: Recipe) -> bool:
+    if reward.name in PROMPT_REWARDS:
+        return recipe.data.kind == "prompts" or bool(recipe.data.image_inputs)
+    if reward.name == "preservation":
+        return bool(recipe.data.image_inputs) and reward.options.get("measure") != "lpips"
+    return reward.name in WEIGHT_FREE_REWARDS or (reward.name in ACTION_REWARDS and "actions" in recipe.data.inputs)
 
 
-def _list_held_out_rewards(recipe: Recipe) -> list[str]:
-    return [one.name for one in recipe.validation.held_out_rewards if _is_weight_free(one.name, recipe)]
+def _list_held_out_rewards(recipe: Recipe) -> list[Values]:
+    kept = [one for one in recipe.validation.held_out_rewards if _is_weight_free(one, recipe)]
+    return [one.model_dump(mode="json", include={"name", "options"}) for one in kept]
 
 
 def _reward_functions(recipe: Recipe) -> list[Values]:
     functions = recipe.rl.reward.functions
-    free = [function for function in functions if _is_weight_free(function.name, recipe)]
+    free = [function for function in functions if _is_weight_free(function, recipe)]
     kept = [function.model_dump(mode="json", include={"name", "weight", "clip", "options"}) for function in free]
     if len(kept) == len(functions):
         return kept
-    excluded = {*_list_held_out_rewards(recipe), *(function["name"] for function in kept)}
+    excluded = {function["name"] for function in (*_list_held_out_rewards(recipe), *kept)}
     stand_ins = _stand_in_rewards(recipe)
     kept += [{"name": name, "weight": weight} for name, weight in stand_ins.items() if name not in excluded]
     return kept or [{"name": "mock"}]
@@ -355,6 +386,8 @@ def _reward_functions(recipe: Recipe) -> list[Values]:
 def _stand_in_rewards(recipe: Recipe) -> dict[str, float]:
     if "actions" in recipe.data.inputs:
         return {"brightness": 1.0}
+    if recipe.data.image_inputs:
+        return {"color": 1.0}
     if recipe.data.inputs:
         return {"consistency": 1.0}
     takes_prompts = recipe.data.kind == "prompts"

@@ -13,6 +13,7 @@ from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.rollout.groups import Group, RewardedGroup
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
 from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.types import MEDIA_INPUTS, Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.rollout.histories import HistoryLayout
@@ -56,11 +57,14 @@ class CaptionedGroups:
             encode = self.encode
             local = dict(zip(self.local_groups, samples, strict=True))
             data = {} if encode is None else {g: encode([s])[0] for g, s in local.items()}
-        captions = [[g, pack_prompt(s.prompt)] for g, s in local.items()]
+        captions = [[g, pack_prompt(drop_prompt_media(s.prompt))] for g, s in local.items()]
         prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
         if self.trajectories is not None:
             in_order = [prompts[g] for g in range(self.num_groups)]
             prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
+        for g, s in local.items():  # only the ranks that generate a group need its images and videos
+            media = {name: array for name, array in s.prompt.inputs.items() if name in MEDIA_INPUTS}
+            prompts[g] = replace(prompts[g], inputs={**prompts[g].inputs, **media})
         seeds = draw_history_seeds(job.recipe.run.seed, step, self.num_groups, job.recipe.rl.rollout.history.clips)
         groups = [
             Group(
@@ -73,8 +77,8 @@ class CaptionedGroups:
         ]
         if self.layout is not None and self.layout.keeps_recordings:
             for g, sample in local.items():
-                if sample.pixels is not None:  # on the leader
-                    groups[g] = replace(groups[g], recording=self.layout.slice_recording(groups[g], sample.pixels))
+                if sample.frames is not None:  # on the leader
+                    groups[g] = replace(groups[g], recording=self.layout.slice_recording(groups[g], sample.frames))
         return groups
 
     def _draw_num_frames(self, step: int, group: int) -> int:
@@ -94,6 +98,12 @@ class CaptionedGroups:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reader.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
+
+
+def drop_prompt_media(prompt: Prompt) -> Prompt:
+    """Return the prompt without its input images and videos, which are large."""
+    inputs = {name: array for name, array in prompt.inputs.items() if name not in MEDIA_INPUTS}
+    return replace(prompt, inputs=inputs)
 
 
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:

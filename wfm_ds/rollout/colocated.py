@@ -9,6 +9,7 @@ import torch
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.chunks import even_ranges, split_into_chunks
+from wfm_ds.engine.fp8_linear import use_fast_accumulation
 from wfm_ds.rollout.groups import (
     Group,
     GroupSource,
@@ -82,6 +83,7 @@ class ColocatedSource:
         with (
             engine.use_policy(self.algorithm.rollout_policy, merge=self.settings.merge_lora),
             engine.replay_graphs(),
+            use_fast_accumulation(engine.module, not self.job.recipe.rl.algorithm.compares_log_probs),
             torch.no_grad(),
         ):
             yield
@@ -108,6 +110,7 @@ class ColocatedSource:
                     seeds=[sample.seed for sample in chunk],
                     conditional_frames=stack_conditioning_frames([sample.group for sample in chunk]),
                     shape=None if chunk[0].group.data is None else chunk[0].group.data.shape,  # equal within an RL step
+                    keep_passes=self.algorithm.keeps_passes,
                 )
                 unpadded = chunk[: max(0, len(local) - sum(len(earlier) for earlier, _ in trajectories))]
                 trajectories.append((chunk, trajectory))

@@ -313,6 +313,7 @@ def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: 
             next_latents=convert(stored.next_latents[row]),
             log_prob=convert(stored.log_prob[row]),
             mean=None if stored.mean is None else convert(stored.mean[row]),
+            passes={name: convert(velocity[row]) for name, velocity in stored.passes.items()},
         )
         for stored in trajectory.stored_steps
     ]

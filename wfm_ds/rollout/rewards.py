@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
-from wfm_ds.transport.arrays import pack_arrays
+from wfm_ds.transport.arrays import append_sound, pack_arrays
 from wfm_ds.transport.client import PipeClient, TaskOutcome
 from wfm_ds.transport.keys import KeyFileError, load_client_keys
 from wfm_ds.transport.sockets import PipeError
 from wfm_ds.transport.submissions import submit_rows
-from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
+from wfm_ds.types import FIRST_FRAME, IMAGE_INPUTS, MEDIA_INPUTS, MediaBatch, Prompt, Score
 
 if TYPE_CHECKING:
     from wfm_ds.runs.job import Job
@@ -66,6 +67,8 @@ class RewardClient:
         self._reward = reward
         self.names = [function.name for function in reward.functions]
         self.reference_rewards: list[str] = []  # rewards that compare samples with recordings
+        self.sound_rewards: list[str] = []  # rewards that hear the sound of videos
+        self.image_rewards: list[str] = []  # rewards that look at input images
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
         self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
@@ -103,6 +106,14 @@ class RewardClient:
         for i, reference in enumerate(references):
             if reference is not None:  # one array per row: the reference follows the video's own frames
                 media[i], rows[i]["reference"] = np.concatenate([media[i], reference]), len(reference)
+        for i, images in enumerate(batch.images if self.image_rewards else ()):
+            if images:  # they follow the sample's own frames and the reference
+                frames = media[i] if media[i].ndim == 4 else media[i][None]
+                media[i], rows[i]["images"] = np.concatenate([frames, np.stack(list(images.values()))]), list(images)
+        for i, sound in enumerate(batch.sounds if self.sound_rewards else ()):
+            if sound is not None:  # it follows all frames
+                media[i] = append_sound(media[i], sound)
+                rows[i] |= {"sound": list(sound.shape), "sound_rate": batch.sound_rate}
         deadline_s = self._pipe.now_s() + self._reward.timeout_s
         for sample_id, reason in failures.items():
             for name in self.reference_rewards:
@@ -153,8 +164,10 @@ class RewardClient:
     def _require_reward(self, function: RewardFunction) -> int:
         """Return a reward's maximum batch size.
 
-        Raises RewardError if the service lacks the reward or has other options.
+        Raises RewardError if the service lacks the reward, has other options, or does not pass input images to it.
         """
+        from wfm_reward import registry
+
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
@@ -169,6 +182,15 @@ class RewardClient:
             )
         if info.get("needs_reference"):
             self.reference_rewards.append(function.name)
+        if info.get("needs_sound"):
+            self.sound_rewards.append(function.name)
+        if info.get("sees_images"):
+            self.image_rewards.append(function.name)
+        elif (known := registry.find_reward_class(function.name, is_local=False)) and known.sees_images:
+            raise RewardError(
+                f"the reward service at {self._pipe.endpoint} does not pass input images to {function.name}: restart "
+                "it with this version of wfm_ds"
+            )
         return int(info["max_batch"])
 
     def _new_task_id(self, kind: str) -> str:
@@ -250,10 +272,8 @@ def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
 
     if reward is None:
         return []
-    known = registry.list_reward_names()
-    # The classes of a user's rewards in another service may not exist on this machine.
-    names = [f.name for f in reward.functions if reward.spawn or f.name.partition("/")[0] in known]
-    return [name for name in names if registry.get_reward_class(name).needs_reference]
+    classes = {f.name: registry.find_reward_class(f.name, is_local=reward.spawn) for f in reward.functions}
+    return [name for name, known in classes.items() if known and known.needs_reference]
 
 
 class ReplicaDecoding:
@@ -286,11 +306,14 @@ def submit_finite_samples(
     prompts: Sequence[Prompt],
     fps: float | None,
     references: References = (),
+    sounds: npt.NDArray[np.float32] | None = None,
+    sound_rate: int | None = None,
 ) -> Scores:
     """Submit the samples with finite latents for scoring. Returns failed Scores for the other samples.
 
     fps: frame rate of videos, None for images.
     references: recorded frames that the samples are compared with, one per sample, or empty.
+    sounds: sound [B, channels, samples] of the samples, None without sound. sound_rate: its samples per second.
     """
     rows = [i for i, ok in enumerate(is_finite) if ok]
     failures = {sample_ids[i]: item for i in rows if references and isinstance(item := references[i], str)}
@@ -302,9 +325,12 @@ def submit_finite_samples(
                 sample_ids=[sample_ids[i] for i in rows],
                 prompts=[prompts[i].text for i in rows],
                 metadata=[prompts[i].metadata for i in rows],
-                inputs=[drop_first_frame(prompts[i].inputs) for i in rows],
+                inputs=[drop_media(prompts[i].inputs) for i in rows],
+                images=[resize_images(prompts[i].inputs, images.shape[-3:-1]) for i in rows],
                 fps=fps,
                 references=[known[i] for i in rows] if known else (),
+                sounds=() if sounds is None else [sounds[i] for i in rows],
+                sound_rate=sound_rate,
             ),
             failures,
         )
@@ -312,9 +338,21 @@ def submit_finite_samples(
     return {s: {name: Score(sample_id=s, reward=name, failure=NOT_FINITE) for name in rewards.names} for s in failed}
 
 
-def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first-frame image, which the video already contains."""
-    return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
+def drop_media(inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the inputs that are not images or videos."""
+    return {name: array for name, array in inputs.items() if name != FIRST_FRAME and name not in MEDIA_INPUTS}
+
+
+def resize_images(inputs: Mapping[str, npt.NDArray[Any]], size: Sequence[int]) -> dict[str, npt.NDArray[np.uint8]]:
+    """Return the input images of a sample, resized (bicubic) to its size (height, width)."""
+    height, width = size
+    return {
+        name: array
+        if array.shape[:2] == (height, width)
+        else np.asarray(Image.fromarray(array).resize((width, height), Image.Resampling.BICUBIC))
+        for name, array in inputs.items()
+        if name in IMAGE_INPUTS
+    }
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:

@@ -66,8 +66,17 @@ class ScoringQueue:
         while len(self._decoding) > num_kept:
             decoding, chunk = self._decoding.popleft()
             images, is_finite = decoding.wait()
+            sampler = self.job.sampler
             self._failures |= submit_finite_samples(
-                self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts, self._fps, chunk.references
+                self.rewards,
+                images,
+                is_finite,
+                chunk.sample_ids,
+                chunk.prompts,
+                self._fps,
+                chunk.references,
+                sampler.decode_sound(chunk.latents) if self.rewards.sound_rewards else None,
+                sampler.model.sound_rate,
             )
 
 

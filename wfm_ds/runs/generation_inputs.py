@@ -1,4 +1,4 @@
-"""Inputs of `wfm generate` other than prompts: a first frame, actions, and a camera path."""
+"""Inputs of `wfm generate` other than texts: source images, control videos, a first frame, actions, a camera path."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from wfm_ds.data.clip_layout import ClipLayout
-from wfm_ds.data.inputs import transform_intrinsics
-from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, draw_centre
-from wfm_ds.data.samples import LocalFile
+from wfm_ds.data.inputs import strip_inputs, transform_intrinsics
+from wfm_ds.data.media import load_pixels
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre, load_image
+from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile
 from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES, Floats, read_npy, require_rigid, to_float32
 from wfm_ds.errors import UserError
 from wfm_ds.models.base import DiffusionModel
@@ -27,14 +29,20 @@ from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.storage.filesystem import open_regular, read_regular
-from wfm_ds.types import FIRST_FRAME
+from wfm_ds.types import CONTROL, CONTROL_MASK, FIRST_FRAME, MASK, SOURCE, SOURCES, Prompt
 
 KEY_SEQUENCE = re.compile(r"[a-z]+-[0-9]{1,6}(,[a-z]+-[0-9]{1,6})*", re.IGNORECASE)
 MAX_KEY_FRAMES = 10_000
-INPUT_OPTIONS = {ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"}
+INPUT_OPTIONS = {
+    **{ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"},
+    **dict.fromkeys(SOURCES, "--source"),
+    **{CONTROL: "--control", CONTROL_MASK: "--control-mask"},
+}
 """Command-line option of each input."""
 
 InputArrays = dict[str, npt.NDArray[np.float32]]
+ImageFiles = Mapping[str, Path]
+"""{name of an input: image file} of one prompt."""
 
 
 def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
@@ -90,7 +98,43 @@ def poses_from_keys(keys: str) -> Floats:
 
 def list_option_inputs(args: argparse.Namespace) -> list[str]:
     camera = [POSES, INTRINSICS] if args.camera is not None else []
-    return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
+    return [name for name in (ACTIONS, DOMAIN, CONTROL, CONTROL_MASK) if getattr(args, name) is not None] + camera
+
+
+def check_option_inputs(family: type[DiffusionModel], model: str, names: Collection[str]) -> None:
+    """Raise UserError if the model does not support one of the inputs `names`, or if a required input is not in them.
+
+    model: the model as the user named it.
+    """
+    for name in names:
+        if name not in family.input_specs:
+            raise UserError(f"{INPUT_OPTIONS[name]}: {family.family} ({model}) does not support {name}: remove it")
+    for name, spec in family.input_specs.items():
+        if spec.required and name not in names:
+            hint = (
+                f"pass {INPUT_OPTIONS[name]}" if name in INPUT_OPTIONS else "it is only available in a run's validation"
+            )
+            raise UserError(f"{family.family} ({model}) needs the input {name}: {hint}")
+
+
+def load_controls(args: argparse.Namespace) -> dict[str, npt.NDArray[np.uint8]]:
+    """Load the control videos of the options as {name: uint8 [F,H,W,3]}, resized and cropped at the centre.
+
+    The clips start at the first frame of the file and have args.fps frames per second. Raises UserError if a file
+    cannot be decoded, is too short, or has a lower frame rate.
+    """
+    framing = Framing(height=args.height, width=args.width, num_frames=args.frames, fps=args.fps, max_upscale=math.inf)
+    videos: dict[str, npt.NDArray[np.uint8]] = {}
+    for name in (CONTROL, CONTROL_MASK):
+        if (file := getattr(args, name)) is None:
+            continue
+        try:
+            video = load_pixels(LocalFile(str(file)), framing, lambda purpose: 0.0)
+        except BadMedia as error:
+            advice = "use another file" if error.reason == "decode" else "use another file, or change --frames or --fps"
+            raise UserError(f"{INPUT_OPTIONS[name]}: {error.name}: {error.detail}: {advice}") from error
+        videos[name] = video if video.ndim == 4 else video[None]
+    return videos
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
@@ -117,7 +161,7 @@ def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
 
     Raises UserError if it is invalid.
     """
-    return load_media(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
+    return load_pixels(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
 
 def image_framing(settings: SamplingRecipe) -> Framing:
@@ -128,19 +172,9 @@ def collect_inputs(sampler: Sampler, args: argparse.Namespace, layout: ClipLayou
     """Return the model inputs that all videos share, as {name: float32 array}.
 
     The inputs are actions, domain and camera path of all args.clips clips, and also the pixels of the first frame if
-    the model does not use its latents. Raises UserError if the model does not support an input, if a required input is
-    missing, or if a file cannot be used.
+    the model does not use its latents. Raises UserError if a file cannot be used.
     """
-    model, size, names = sampler.model, sampler.settings, list_option_inputs(args)
-    for name in names:
-        if name not in model.input_specs:
-            raise UserError(f"{INPUT_OPTIONS[name]}: {model.family} ({model.path}) does not support {name}: remove it")
-    for name, spec in model.input_specs.items():
-        if spec.required and name not in names:
-            hint = (
-                f"pass {INPUT_OPTIONS[name]}" if name in INPUT_OPTIONS else "it is only available in a run's validation"
-            )
-            raise UserError(f"{model.family} ({model.path}) needs the input {name}: {hint}")
+    model, size = sampler.model, sampler.settings
     inputs: InputArrays = {}
     if args.actions is not None:
         inputs |= read_actions(args)
@@ -153,6 +187,82 @@ def collect_inputs(sampler: Sampler, args: argparse.Namespace, layout: ClipLayou
     if args.first_frame is not None and not model.uses_clean_frames:
         inputs[FIRST_FRAME] = load_first_frame(sampler, args.first_frame).astype(np.float32)
     return inputs
+
+
+def find_prompt_images(
+    prompts: Sequence[Prompt], file: Path, accepted: Sequence[str] = (*SOURCES, MASK)
+) -> list[ImageFiles]:
+    """Return the input images that a prompt file names for each prompt. accepted: names of the images to find.
+
+    An input image is a key such as `source` whose value is the path of an image file, relative to the folder of the
+    prompt file. Other values are metadata. Raises UserError if an image is missing, or if the prompts have different
+    numbers of images.
+    """
+    images: list[ImageFiles] = []
+    for prompt in prompts:
+        values = {name: prompt.metadata.get(name) for name in accepted}
+        images.append({name: file.parent / path for name, path in values.items() if is_image_path(path)})
+        for path in images[-1].values():
+            if not path.is_file():
+                raise UserError(f"{file}: {path}, named by prompt {prompt.id}, not found")
+    names = set[str]().union(*images)
+    for prompt, found in zip(prompts, images, strict=True):
+        if missing := [name for name in accepted if name in names and name not in found]:
+            raise UserError(f"{file}: prompt {prompt.id} has no {missing[0]}, but other prompts have one: add it")
+    for name, following in (*pairwise(SOURCES), (SOURCE, MASK)):
+        if following in names and name not in names:
+            raise UserError(f"{file} has {following}, but no {name}: add the image to edit as {name}")
+    return images
+
+
+def is_image_path(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and Path(value).suffix.lower() in IMAGE_SUFFIXES
+
+
+def check_source_inputs(family: type[DiffusionModel], model: str, names: Collection[str], origin: str) -> None:
+    """Raise UserError if the model does not accept the input images `names`, or needs a source that is not given.
+
+    model: the model as the user named it. origin: option or file that names the images.
+    """
+    accepted = [name for name in SOURCES if name in family.input_specs]
+    sources = [name for name in SOURCES if name in names]
+    missing = [name for name in accepted if family.input_specs[name].required and name not in sources]
+    if missing:
+        raise UserError(
+            f"{model}: {family.family} needs the input {missing[0]}, an image to edit: name it in a .jsonl file of "
+            "prompts (docs/generate.md) or with wfm generate --source"
+        )
+    if sources and not accepted:
+        raise UserError(
+            f"{origin}: {family.family} ({model}) does not edit images: choose a model that does, or remove the images"
+        )
+    if len(sources) > len(accepted):
+        raise UserError(
+            f"{origin}: {len(sources)} source images, but {family.family} ({model}) accepts at most {len(accepted)}: "
+            "remove some"
+        )
+
+
+def load_prompt_images(sampler: Sampler, prompts: Sequence[Prompt], images: Sequence[ImageFiles]) -> list[Prompt]:
+    """Return the prompts with their input images, resized and cropped as in training (InputReader).
+
+    images: image files of each prompt. Raises BadMedia if a file cannot be decoded.
+    """
+    settings = sampler.settings
+    sizes = dict.fromkeys(SOURCES, sampler.model.source_image_size(settings.height, settings.width))
+    sizes[MASK] = settings.height, settings.width
+    loaded: dict[tuple[str, Path], npt.NDArray[np.uint8]] = {}
+    for name, file in dict.fromkeys(item for files in images for item in files.items()):
+        framing = Framing(height=sizes[name][0], width=sizes[name][1], max_upscale=math.inf)
+        loaded[name, file] = load_image(LocalFile(str(file)), framing, draw_centre)
+    return [
+        replace(
+            prompt,
+            inputs={**prompt.inputs, **{item[0]: loaded[item] for item in files.items()}},
+            metadata=strip_inputs(prompt.metadata, list(files)),
+        )
+        for prompt, files in zip(prompts, images, strict=True)
+    ]
 
 
 def read_actions(args: argparse.Namespace) -> InputArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from wfm_ds.data.datasets import build_buckets
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.adapter_layers import check_lora_layers
 from wfm_ds.engine.preparation import DTYPES
-from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.errors import RecipeError, RewardError, UserError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import require_viewpoints
@@ -22,6 +23,10 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.shared_defaults import AttentionName
 from wfm_ds.ulysses.install import check_denoiser as check_shareable
 from wfm_ds.ulysses.install import check_latent_shape
+
+MAX_RATIO_DIFFERENCE = 1 / 16
+"""Maximum relative difference of the aspect ratios of sources and samples. Rounding to a model's size multiple causes
+small differences."""
 
 
 def find_family(recipe: Recipe) -> type[DiffusionModel]:
@@ -52,6 +57,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         fps=size.fps,
         inputs=recipe.data.inputs,
         embedded_guidance=settings.embedded_guidance,
+        source_size=recipe.data.source_size,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
@@ -63,11 +69,15 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         build_rl_algorithm(recipe, rollout_grid)  # checks that depend on the model's noise levels
     if (candidates := size.candidate_sampling) is not None:
         model.rollout_sigmas(candidates)
+    check_cuda_graphs(recipe, model)
     check_conditioning_frames(recipe, model, shape)
     check_data_inputs(recipe, model)
+    recipe.algorithm.check_streams(model, size)
     recipe.algorithm.check_model(model, size)
     model.check_sampling(size)
     sizes = build_buckets(recipe, model).sizes  # raises for unsupported sizes
+    if recipe.data.image_inputs:
+        check_source_ratio(recipe, model, sizes)
     if len(model.sigma_ranges) > 1:
         require_idle_expert_support(recipe)
     elif size.guidance_scale_low is not None:
@@ -105,6 +115,15 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
             raise RecipeError(f"{section}: size [{height}, {width}] cannot be split over ranks: {error}") from error
 
 
+def check_cuda_graphs(recipe: Recipe, model: DiffusionModel) -> None:
+    """Raise RecipeError if rollout.cuda_graph is set, but the model's forward pass cannot be recorded."""
+    if recipe.rollout is not None and recipe.rollout.cuda_graph and not model.supports_cuda_graphs:
+        raise RecipeError(
+            f"rollout.cuda_graph: the network of {model.family} copies numbers from the host in each forward pass, "
+            "which a CUDA graph cannot record: set it to false"
+        )
+
+
 def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
     """Raise RecipeError if data.inputs has an input that the model does not support, or lacks a required input."""
     supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
@@ -126,6 +145,53 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
         name for name, spec in model.input_specs.items() if spec.required and name not in recipe.data.inputs
     ]:
         raise RecipeError(f"{model.family} needs {', '.join(missing)}: add it to data.inputs")
+    if recipe.data.image_inputs:
+        check_sources(recipe, model)
+
+
+def check_sources(recipe: Recipe, model: DiffusionModel) -> None:
+    """Raise RecipeError for settings of source images that the model does not support."""
+    size = model.source_image_size(recipe.sampling.height, recipe.sampling.width)
+    try:
+        model.latent_shape(*size)
+    except ValueError as error:
+        raise RecipeError(f"data.source_size: {size[0]} x {size[1]}: {error}") from error
+    check_source_ratio(recipe, model, [(recipe.sampling.height, recipe.sampling.width)])
+    if model.text_inputs & model.input_names and recipe.data.crop == "random":
+        raise RecipeError(
+            f"data.crop: random: the text encoder of {model.family} would have to encode every crop: set it to centre"
+        )
+
+
+def has_image_rewards(recipe: Recipe) -> bool:
+    """Return whether a reward of the run is known to look at source images. False for classes of other services."""
+    from wfm_reward import registry as rewards
+
+    reward = recipe.all_reward_settings
+    if reward is None:
+        return False
+    for function in reward.functions:
+        with contextlib.suppress(RewardError):  # rollout workers may lack a user class
+            known = rewards.find_reward_class(function.name, is_local=reward.spawn)
+            if known is not None and known.sees_images:
+                return True
+    return False
+
+
+def check_source_ratio(recipe: Recipe, model: DiffusionModel, sizes: Sequence[ImageSize]) -> None:
+    """Raise RecipeError if rewards see sources of another aspect ratio than one of these sample sizes.
+
+    Such rewards compare samples with their sources, resized to the size of the sample.
+    """
+    if isinstance(model.source_size, str) or not has_image_rewards(recipe):
+        return
+    source_height, source_width = model.source_size
+    for height, width in sizes:
+        if abs(source_width * height / (source_height * width) - 1) > MAX_RATIO_DIFFERENCE:
+            raise RecipeError(
+                f"data.source_size [{source_height}, {source_width}] has another aspect ratio than samples of size "
+                f"[{height}, {width}], with which rewards compare sources: change the size, or set it to target"
+            )
 
 
 def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
@@ -138,7 +204,7 @@ def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequ
             f"algorithm.max_num_conditional_frames {high}: {model.family} supports {supported} conditioning latent "
             f"frames: change the range {low} to {high}"
         )
-    num_frames = shape[1] if model.is_video else 1
+    num_frames = model.num_latent_frames(shape)
     if high >= num_frames:
         raise RecipeError(
             f"algorithm.max_num_conditional_frames {high} leaves none of {num_frames} latent frames to predict: lower "

@@ -52,6 +52,7 @@ MAY_CHANGE = (
     # Partitioning of the work over ranks: only changes the order of sums.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     *("engine.sequence_parallel", "engine.guard", "engine.deterministic", "engine.compile"),
+    "engine.fused_norms",
     *("model.gradient_checkpointing", "model.attention"),
     *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from wfm_ds.sampling.latents import free_frame_mask, sample_mean
+from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.sampling.latents import LATENT_NDIMS, StreamWeights, free_frame_mask, sample_mean
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_log_prob, sde_step
 
@@ -30,6 +31,7 @@ class StoredStep:
     next_latents: Tensor  # [B, ...] after the step
     log_prob: Tensor  # [B]
     mean: Tensor | None  # [B, ...] mean of the Gaussian that next_latents was drawn from; None unless plan.keep_means
+    passes: Mapping[str, Tensor] = field(default_factory=dict)  # {guidance pass: velocity [B, ...]}; set by the sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class SamplingPlan(Protocol):
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
+        """Denoise float32 noise [B,N], [B,C,h,w] or [B,C,T,h,w].
 
         predict: returns velocities; it must use the same conditioning frames. seeds: one per sample, for the noise of
         stochastic steps. Does not synchronize with the device between the first and the last forward pass.
@@ -101,6 +103,7 @@ class FlowPlan:
     keep_means: bool = False
     keep_states: bool = False
     keep_predictions: bool = False  # whether to keep the clean latents that each step predicts
+    stream_weights: StreamWeights | None = None  # of log-probabilities; None: all elements have equal weights
 
     @property
     def trainable_noisy_steps(self) -> tuple[int, ...]:
@@ -120,13 +123,16 @@ class FlowPlan:
         Conditioning frames stay unchanged, and log-probabilities exclude them. Raises ValueError if the noise has the
         wrong shape or dtype.
         """
-        if noise.ndim not in (4, 5) or noise.dtype != torch.float32:
-            raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")
-        # Copy once per rollout: a copy inside the loop could synchronize with the device.
-        table = self.table.to(noise.device)
-        noise_seeds = {k: step_noise_seeds(seeds, k).to(noise.device) for k in self.noisy_steps}
+        if noise.ndim not in LATENT_NDIMS or noise.dtype != torch.float32:
+            raise ValueError(
+                f"noise must be [B,N], [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}"
+            )
+        # Copy once, before the loop. Copies from pageable memory would wait for all work that the device has queued.
+        table = copy_to_device(self.table, noise.device)
+        noise_seeds = copy_noise_seeds(seeds, self.noisy_steps, noise.device)
         multistep = any(step.correction for step in self.steps)
         mask = None if conditioning_frames is None else free_frame_mask(conditioning_frames)
+        weights = mask if self.stream_weights is None else self.stream_weights.element_weights(noise.device)
 
         def restore_frames(latents: Tensor) -> Tensor:
             return (
@@ -149,8 +155,8 @@ class FlowPlan:
                 out = sde_step(velocity, latents, row, seeds=noise_seeds[k], return_mean=is_stored and self.keep_means)
                 next_latents, log_prob = restore_frames(out.next_latents), out.log_prob
                 if is_stored:
-                    if mask is not None:
-                        log_prob = transition_log_prob(velocity, latents, next_latents, row, mask)
+                    if weights is not None:
+                        log_prob = transition_log_prob(velocity, latents, next_latents, row, weights)
                     stored.append(StoredStep(k, latents, next_latents, log_prob, out.mean))
             else:
                 # The std of this step is 0, so any finite tensor of the right shape can be passed as noise.
@@ -167,6 +173,14 @@ class FlowPlan:
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
     """Return the seed of each sample's noise at this step, [B] int64 on the CPU. seeds: one per sample."""
     return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)
+
+
+def copy_noise_seeds(seeds: Sequence[int], steps: Sequence[int], device: torch.device) -> dict[int, Tensor]:
+    """Return {step: `step_noise_seeds` on the device}. All steps share one asynchronous copy."""
+    if not steps:
+        return {}
+    rows = torch.stack([step_noise_seeds(seeds, step) for step in steps])
+    return dict(zip(steps, copy_to_device(rows, device).unbind(), strict=True))
 
 
 def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:

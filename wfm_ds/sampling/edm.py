@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, step_noise_seeds
+from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, copy_noise_seeds, step_noise_seeds
 from wfm_ds.sampling.latents import draw_device_normal, require_latents
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ class EdmPlan:
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
-        # Copy all seeds before the loop, because a copy may make the host wait for the device.
-        keys = {k: step_noise_seeds(seeds, k).to(noise.device) for k in noisy}
+        keys = copy_noise_seeds(seeds, noisy, noise.device)
 
         def add_churn(state: Tensor, k: int) -> Tensor:
             return state + self._noise_std(k) * draw_device_normal(keys[k], state) if k in keys else state

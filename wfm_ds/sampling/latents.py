@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
 
 # Training uses float32; tests of formulas use float64. Half precision and integers would silently lose precision.
 ALLOWED_DTYPES = (torch.float32, torch.float64)
+LATENT_NDIMS = (2, 4, 5)  # several streams as one vector per sample, images, videos
 
 
 def require_latents(**latents: Tensor) -> None:
     """Raise ValueError unless all tensors have the same shape and dtype.
 
-    The shape must be [B,C,h,w] or [B,C,T,h,w], and the dtype float32 or float64.
+    The shape must be [B,N], [B,C,h,w] or [B,C,T,h,w], and the dtype float32 or float64.
     """
     first = next(iter(latents.values()))
     for name, tensor in latents.items():
-        if tensor.ndim not in (4, 5) or tensor.numel() == 0:
-            raise ValueError(f"{name} must be a non-empty [B,C,h,w] or [B,C,T,h,w], got {list(tensor.shape)}")
+        if tensor.ndim not in LATENT_NDIMS or tensor.numel() == 0:
+            raise ValueError(f"{name} must be a non-empty [B,N], [B,C,h,w] or [B,C,T,h,w], got {list(tensor.shape)}")
         if tensor.dtype not in ALLOWED_DTYPES or tensor.dtype != first.dtype:
             raise ValueError(f"{', '.join(latents)} must all be float32, {name} is {tensor.dtype}")
     if len({tensor.shape for tensor in latents.values()}) > 1:
@@ -50,10 +52,33 @@ def free_frame_mask(frames: ConditioningFrames) -> Tensor:
     return (positions >= counts[:, None]).float().view(len(counts), 1, -1, 1, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """Weights of several streams in the mean over the elements of latents [B,N]. The weights add up to 1."""
+
+    sizes: tuple[int, ...]  # elements of each stream, in the order of the latents
+    weights: tuple[float, ...]
+
+    def element_weights(self, device: torch.device | str) -> Tensor:
+        """Return the `mask` of `sample_mean` for the weighted mean over the streams: float32 [1,N] with mean 1."""
+        count = sum(self.sizes)
+        return torch.cat(
+            [
+                torch.full((1, size), weight * count / size, device=device)
+                for size, weight in zip(self.sizes, self.weights, strict=True)
+            ],
+            dim=1,
+        )
+
+    def split(self, latents: Tensor) -> list[Tensor]:
+        """Split latents [B,N] into one tensor [B, size] per stream."""
+        return list(torch.split(latents, list(self.sizes), dim=1))
+
+
 def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over each sample's elements, [B].
 
-    mask: 1 for elements that count, else 0; broadcast to the samples.
+    mask: weights of the elements, such as 1 for elements that count, else 0; broadcast to the samples.
     """
     if mask is None:
         return tensor.flatten(1).mean(1)
@@ -102,7 +127,8 @@ def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tup
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Return (1-sigma)*x0 + sigma*eps with x0 = clean_latents and eps = noise.
 
-    Latents and noise are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other shapes and dtypes.
+    Latents and noise are float32 [B,N], [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other shapes and
+    dtypes.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)

@@ -44,8 +44,8 @@ def is_remote(address: str) -> bool:
 
 
 def is_repo_id(path: str) -> bool:
-    """Return whether `path` is a Hub repository owner/name and not a local folder."""
-    return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
+    """Return whether `path` is a Hub repository owner/name and not a local file or folder."""
+    return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.exists(path)
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:

@@ -50,7 +50,7 @@ from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
-from wfm_ds.types import Prompt
+from wfm_ds.types import Prompt, SoundClip
 
 if TYPE_CHECKING:
     from wfm_ds.runs.job import Job
@@ -99,7 +99,12 @@ def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | No
 
 
 def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
-    """Return the formatted captions, prompts and negative prompts that the run will encode, without duplicates."""
+    """Return the formatted captions, prompts and negative prompts that the run will encode, without duplicates.
+
+    Returns [] if the text encoder also sees images, because reading all images would take too long.
+    """
+    if model.text_inputs:
+        return []
     validation_prompts = data.validation_prompts[: recipe.validation.num_prompts]
     prompts = [*rollout_prompts(recipe, data), *validation_prompts]
     by_size = defaultdict[ImageSize, list[PromptText]](list)
@@ -193,7 +198,7 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
+        def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | SoundClip | None]:
             framing = self._buckets.choose_framing(sample.media)
             with convert_decode_errors(media):
                 return framing, None if cache.has_latents(media, framing) else load_media(media, framing, draw_centre)
@@ -245,6 +250,9 @@ def precompute_texts(
     if recipe.data.streaming:
         log.info("texts are encoded on demand: the texts of a stream are not known in advance")
         return texts
+    if model.text_inputs:
+        log.info("texts are encoded on demand, together with the images that the text encoder sees")
+        return texts
     needed, num_new = collect_run_texts(recipe, model, data), 0.0
     if recipe.data.cache_text == "auto" and (reason := precompute_objection(recipe, model, needed, derived)) is None:
         num_new = world.sum_over_ranks(
@@ -263,7 +271,7 @@ def precompute_texts(
 
 def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingData, world_size: int) -> bool:
     """Return whether a run that starts with an empty text cache would keep its text encoders in memory."""
-    if recipe.data.streaming:
+    if recipe.data.streaming or model.text_inputs:
         return True
     if recipe.data.cache_text == "off":
         return recipe.data.cache_dir is None

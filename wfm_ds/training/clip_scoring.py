@@ -24,6 +24,7 @@ class GeneratedClip:
     pixels: npt.NDArray[np.uint8]  # [F,H,W,3], or an image [H,W,3]
     is_finite: bool
     recorded: npt.NDArray[np.uint8] | str | None = None  # result of Recordings.load; None if not needed
+    sound: npt.NDArray[np.float32] | None = None  # [channels, samples]
 
     @property
     def id(self) -> str:
@@ -50,6 +51,7 @@ class ClipScoring:
         """
         fps = self.sampler.settings.fps if self.sampler.model.is_video else None
         references = self._load_references(clips)
+        sounds = [clip.sound for clip in clips if clip.sound is not None]
         scores: Scores = {}
         for client in self.scorers:
             failed = submit_finite_samples(
@@ -60,6 +62,8 @@ class ClipScoring:
                 [clip.prompt for clip in clips],
                 fps,
                 references,
+                np.stack(sounds) if sounds else None,
+                self.sampler.model.sound_rate,
             )
             scores = merge_scores(scores, failed)
         if self.recordings is None:

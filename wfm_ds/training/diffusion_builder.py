@@ -337,6 +337,9 @@ def build_group_source(
     buckets, keeps_recordings = build_buckets(recipe, job.model), layout is not None and layout.keeps_recordings
     num_pixel_frames = buckets.framings[0].num_frames  # conditioning frames only, or a whole clip
     buckets, inputs = extend_for_history(layout, buckets, inputs, data.actions)
+    num_frames = algorithm.settings.conditioning_frame_range
+    frame_range = job.model.clean_frame_range(num_frames)
+    needs_latents = frame_range[1] > 0 or trains_on_data(recipe)
     # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(
         recipe,
@@ -347,17 +350,16 @@ def build_group_source(
         unit=num_groups,
         cached_latents=job.read_cached_latents,
         inputs=inputs,
+        reads_media=needs_latents or keeps_recordings,
     )
     resources.callback(source.close)
-    num_frames = algorithm.settings.conditioning_frame_range
 
     def encode_batch(samples: Sequence[TrainingSample]) -> Tensor:
         if keeps_recordings:
-            samples = [replace(s, pixels=None if s.pixels is None else s.pixels[:num_pixel_frames]) for s in samples]
+            samples = [replace(s, pixels=None if s.frames is None else s.frames[:num_pixel_frames]) for s in samples]
         latents = load_clean_latents(job, samples)
         return pad_num_frames(latents, job.sampler.latent_shape[1]) if num_frames[1] else latents
 
-    frame_range = job.model.clean_frame_range(num_frames)
-    encode = encode_batch if frame_range[1] or trains_on_data(recipe) else None
+    encode = encode_batch if needs_latents else None
     trajectories = CounterfactualTrajectories(recipe, data.actions)
     return CaptionedGroups(job, source, encode, frame_range, trajectories, layout)

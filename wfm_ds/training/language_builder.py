@@ -138,7 +138,7 @@ def build_language_loop(
     blanks = [setup.reader.blank_sample(kind) for kind in MEDIA_KINDS if kind in kinds]
     target = LanguageTarget.from_network(model.network, model.path)
     # Copy the network before it is sharded or gets adapters.
-    work = SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
+    work = SequenceWork(make_meta_copy(recipe, model), checkpointing=bool(recipe.model.gradient_checkpointing))
     engine = world.run_checked(lambda: build_language_engine(recipe, world, model))
     resumed_at = start.step if start.checkpoint else None
     monitor = open_monitor(recipe, world, resumed_at, "conversations", resources)

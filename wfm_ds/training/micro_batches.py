@@ -100,9 +100,11 @@ class MicroBatches(Generic[TermT]):
 
 
 def num_bytes(batch: Any) -> int:
-    """Return the number of bytes of all tensors in a dataclass, including nested dataclasses."""
+    """Return the number of bytes of all tensors in a dataclass, including nested dataclasses and mappings."""
     if isinstance(batch, torch.Tensor):
         return batch.nbytes
+    if isinstance(batch, Mapping):
+        return sum(map(num_bytes, batch.values()))
     return sum(num_bytes(getattr(batch, f.name)) for f in dataclasses.fields(batch)) if is_dataclass(batch) else 0
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +69,7 @@ class RlLoop(TrainingLoop):
         self.algorithm, self.source = algorithm, source
         self.reward = job.recipe.reward if job.recipe.uses_rewards else None
         self.failing_steps = 0  # consecutive steps with too many failed samples
+        self.logged_warnings: set[str] = set()  # about rewards; a solved reward would repeat its warning in each step
         # Policies with weights equal to the trained ones: no forward pass is needed for them.
         self.equal_policies = algorithm.initial_equal_policies(job.recipe)
         self.copies_updated_at = 0  # number of optimizer steps at the last update of the copies
@@ -147,7 +149,9 @@ class RlLoop(TrainingLoop):
         if self.reward is not None:
             stats = reward_stats(scores, groups, self.reward.functions) | stats
             for warning in reward_warnings(stats, self.reward.functions, len(scores)):
-                log.warning("step %d: %s", self.step, warning)
+                if warning not in self.logged_warnings:
+                    log.warning("step %d: %s", self.step, warning)
+                self.logged_warnings.add(warning)
         if self.job.recipe.rl.rollout.history.clips:
             names = [] if self.reward is None else [function.name for function in self.reward.functions]
             stats = stats | history_metrics(rollouts.samples, scores, names)
@@ -215,7 +219,7 @@ class RlLoop(TrainingLoop):
                     micro = micro.with_group_statistics(group_statistics[i])
                     part_stats: list[Stats] = []
                     for part in micro.parts():  # one backward pass per part, to store the activations of only one part
-                        velocity = self.predict_velocity(f"{prefix}policy", part)
+                        velocity = self.predict_velocity(f"{prefix}policy", part, passes=part.batch.passes)
                         loss_B, stats = self.algorithm.loss(velocity, part.batch, predictions)
                         engine.backward((loss_B * part.batch.weight).sum(), num_terms)
                         part_stats.append({"loss/total": loss_B.detach(), **stats})
@@ -336,10 +340,17 @@ class RlLoop(TrainingLoop):
             predictions += torch.split(velocity, [len(m.batch.sigma) for m in group])
         return predictions
 
-    def predict_velocity(self, purpose: str, micro: MicroBatch, guidance_scale: float | None = None) -> Tensor:
+    def predict_velocity(
+        self,
+        purpose: str,
+        micro: MicroBatch,
+        guidance_scale: float | None = None,
+        passes: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
         """Predict the velocity with the active policy.
 
-        purpose: name under which the forward passes are counted. guidance_scale: None for the rollout's scale.
+        purpose: name under which the forward passes are counted. guidance_scale: None for the rollout's scale. passes:
+        known predictions of guidance passes, see Sampler.predict_velocity.
         """
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(
@@ -349,7 +360,7 @@ class RlLoop(TrainingLoop):
             guided=None if guidance_scale is None else guidance_scale != 1,
         )
         return sampler.predict_velocity(
-            purpose, batch.latents, batch.sigma, conditions, micro.expert, guidance_scale=guidance_scale
+            purpose, batch.latents, batch.sigma, conditions, micro.expert, guidance_scale=guidance_scale, known=passes
         )
 
     def update_policy_copies(self) -> dict[str, float]:

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import LossTerm, Stats
+from wfm_ds.algorithms.base import LossTerm, Stats, choose_stream_weights
 from wfm_ds.algorithms.sft import (
     NUM_BUCKETS,
     bucket_index,
@@ -59,7 +58,7 @@ class NoisyBatch:
     latents: Tensor  # [M*B, ...], noisy latents
     sigma: Tensor  # [M*B]
     texts: Sequence[Text]  # [M*B], encoded at the forward pass
-    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]  # [M*B], further conditioning (actions, cameras)
+    inputs: Sequence[Mapping[str, npt.NDArray[Any]]]  # [M*B], further conditioning (actions, cameras)
     num_conditioning_frames: Tensor | None  # [M*B] int64 on the host: number of conditioning frames; None if all are 0
 
 
@@ -194,7 +193,8 @@ class SftLoop(TrainingLoop):
         for sample in samples:
             framing = sample.framing
             size = (framing.height, framing.width) if framing and shape is None else sampler.pixel_size(shape)
-            texts += format_prompts(self.job.model, [self.sample_caption(sample)], size, sampler.settings.num_frames)
+            caption = format_prompts(self.job.model, [self.sample_caption(sample)], size, sampler.settings.num_frames)
+            texts += self.job.model.attach_images(caption, [sample.prompt.inputs])
         return texts
 
     def sample_caption(self, sample: TrainingSample) -> PromptText:
@@ -215,7 +215,11 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
     inputs = job.sampler.encode_inputs(batch.inputs, frames, batch.clean_latents.shape[1:])
     conditioning, mask = {**job.text_cache.encode(batch.texts), **inputs}, inputs.get(MASK_KEY)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
-    return velocity_errors(velocity, batch.clean_latents, batch.noise, mask).view(batch.items_per_sample, -1)
+    streams = choose_stream_weights(
+        job.recipe.supervised_settings.stream_weights, job.model.stream_sizes(job.recipe.sampling)
+    )
+    errors = velocity_errors(velocity, batch.clean_latents, batch.noise, mask, streams)
+    return errors.view(batch.items_per_sample, -1)
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
@@ -310,14 +314,15 @@ class ValidationLoss:
         sigmas = [self.sigmas[j] for _, j in terms] * times
         sigma = torch.tensor(sigmas, dtype=torch.float32, device=clean.device)
         draws = [draw_uniform(0, "validation_conditional_frames", *key) for key in keys]
+        texts, inputs = [prompt_text(s.prompt) for s in samples], [sample.prompt.inputs for sample in samples]
         return NoisyBatch(
             items_per_sample=times,
             clean_latents=clean,
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
-            texts=self.job.sampler.format_prompts([prompt_text(s.prompt) for s in samples], clean.shape[1:]) * times,
-            inputs=[sample.prompt.inputs for sample in samples] * times,
+            texts=self.job.sampler.format_prompts(texts, inputs, clean.shape[1:]) * times,
+            inputs=inputs * times,
             num_conditioning_frames=conditioning_frame_counts(self.frame_range, draws * times),
         )
 

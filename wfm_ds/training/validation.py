@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from wfm_ds.evaluation.recordings import Recordings
 from wfm_ds.evaluation.results import scores_by_reward, total_rewards
 from wfm_ds.models.clips import generate_clips
 from wfm_ds.monitoring.run_data import ALARM_PREFIX
-from wfm_ds.monitoring.samples import GeneratedSample, write_samples
+from wfm_ds.monitoring.samples import GeneratedSample, select_images, write_samples
 from wfm_ds.rollout.rewards import RewardClient, Scores, decode_in_replica, decode_on_all_ranks, gather_scores
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan
@@ -106,7 +107,7 @@ class Validator:
     def evaluate(self, step: int) -> None:
         job, policy = self.job, self.job.evaluation_policy
         with job.timer("validation"), job.engine.use_policy(policy), torch.no_grad():
-            media = self.generate_samples(
+            media, sounds = self.generate_samples(
                 self.items,
                 job.sampler.evaluation_plan(),
                 id_prefix=f"val/{step}",
@@ -128,7 +129,7 @@ class Validator:
             rolled_out = zip(*self.select_scores(f"val/{step}/rollout", gathered), strict=True)
             prompts = [prompt.id for prompt, _ in self.items]
             metrics |= correlation_metrics(scores, [average_clips(sample) for sample in rolled_out], prompts)
-        self._write_samples(step, self.items, media, scores)
+        self._write_samples(step, self.items, media, sounds, scores)
         if metrics:
             job.monitor.log_scalars(step * job.run_sizes.updates_per_step, metrics)
             shown = [n for n in metrics if n in ("val/loss", "val/accuracy") or n.endswith("/mean")]
@@ -139,8 +140,8 @@ class Validator:
     def generate_and_write(self, step: int, items: Sequence[tuple[Prompt, int]]) -> None:
         job = self.job
         with job.timer("validation"), job.engine.use_policy(job.evaluation_policy), torch.no_grad():
-            media = self.generate_samples(items, job.sampler.evaluation_plan())
-        self._write_samples(step, items, media, [])
+            media, sounds = self.generate_samples(items, job.sampler.evaluation_plan())
+        self._write_samples(step, items, media, sounds, [])
 
     def generate_samples(
         self,
@@ -150,10 +151,11 @@ class Validator:
         id_prefix: str = "",
         scorers: Sequence[RewardClient] = (),
         recordings: Recordings | None = None,
-    ) -> list[npt.NDArray[np.uint8]]:
+    ) -> tuple[list[npt.NDArray[np.uint8]], list[npt.NDArray[np.float32]]]:
         """Generate a sample for each item, submit the samples to the reward clients, and return some of them on rank 0.
 
-        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3] of all clips.
+        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3] of all clips, and
+        their sound [channels, samples], or [] if the model has no sound.
         items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`.
         recordings: recordings that the samples are compared with.
         """
@@ -164,6 +166,7 @@ class Validator:
         decode = decode_in_replica if self.num_clips == 1 else decode_on_all_ranks
         scoring = ClipScoring(sampler=job.sampler, layout=layout, scorers=scorers, recordings=recordings)
         shown: list[npt.NDArray[np.uint8]] = []
+        sounds: list[npt.NDArray[np.float32]] = []
         with show_wait("generating validation samples", len(shard)) as display:
             for part in split_into_chunks(shard, job.recipe.engine.max_forward_batch):
                 chosen = [items[k % len(items)] for k in part]
@@ -187,16 +190,21 @@ class Validator:
                                 pixels=generated.pixels[i],
                                 is_finite=generated.is_finite[i],
                                 recorded=recorded[i],
+                                sound=None if generated.sound is None else generated.sound[i],
                             )
                             for i, k in enumerate(part)
                         ]
                         self._failed_scores = merge_scores(self._failed_scores, scoring.submit(made))
                     videos.append(generated.pixels)
-                shown += list(layout.join(videos)[: min(num_shown, shard_size) - len(shown)])
+                missing = min(num_shown, shard_size) - len(shown)
+                shown += list(layout.join(videos)[:missing])
+                sounds += [] if generated.sound is None else list(generated.sound[:missing])
                 display.advance(len(part))
         if num_shown <= shard_size or not world.is_leader:  # rank 0 has all of them; other ranks' results are unused
-            return shown
-        return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
+            return shown, sounds
+        videos_of_all = world.gather_leader_arrays(np.stack(shown))
+        sounds_of_all = world.gather_leader_arrays(np.stack(sounds)) if sounds else []
+        return list(itertools.chain(*videos_of_all))[:num_shown], list(itertools.chain(*sounds_of_all))[:num_shown]
 
     def _load_recordings(
         self, prompts: Sequence[Prompt], scoring: ClipScoring
@@ -257,6 +265,7 @@ class Validator:
         step: int,
         items: Sequence[tuple[Prompt, int]],
         media: Sequence[npt.NDArray[np.uint8]],
+        sounds: Sequence[npt.NDArray[np.float32]],
         scores: Sequence[Mapping[str, Score]],
     ) -> None:
         if not self.job.world.is_main:
@@ -270,6 +279,9 @@ class Validator:
                 fps=self.job.recipe.sampling.fps if self.job.model.is_video else None,
                 rewards={name: score.value for name, score in scores[k].items()} if scores else {},
                 parts=partial_scores(scores[k]) if scores else {},
+                images=select_images(prompt),
+                sound=sounds[k] if sounds else None,
+                sound_rate=self.job.model.sound_rate,
             )
             for k, ((prompt, seed), item) in enumerate(zip(items, media, strict=False))
         ]

@@ -64,25 +64,29 @@ class VlmReward(Reward):
         return list(self._pool.map(self._score_item, batch))
 
     @abstractmethod
-    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
-        """Return the fields of the chat completions request, except `model`: messages and sampling parameters."""
-
-    @abstractmethod
-    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        """Return the score in the first choice of a chat completions reply.
+    def rate_item(self, item: MediaItem) -> Score:
+        """Return the score of an item, from the replies to one or more requests (`request_choice`).
 
         Raises KeyError, IndexError, TypeError or ValueError if there is no score. The item then fails.
         """
 
+    def request_choice(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a chat completions request and return the first choice of the reply.
+
+        fields: all fields except `model`: messages and sampling parameters. Raises HttpRequestError if there is no
+        usable reply in time.
+        """
+        body = json.dumps({"model": self.model, "temperature": 0, **fields}).encode()
+        deadline_s = min(time.monotonic() + self.timeout_s, self.deadline_s)
+        response = self._client.post(self.url, body, JSON_HEADERS, deadline_s)
+        if response.status != 200:
+            raise HttpRequestError(f"{self.url} responds with {response.status}: {response.body_excerpt()}")
+        choice: Mapping[str, Any] = response.parse_json()["choices"][0]
+        return choice
+
     def _score_item(self, item: MediaItem) -> Score:
-        body = json.dumps({"model": self.model, "temperature": 0, **self.request_fields(item)}).encode()
         try:
-            deadline_s = min(time.monotonic() + self.timeout_s, self.deadline_s)
-            response = self._client.post(self.url, body, JSON_HEADERS, deadline_s)
-            if response.status != 200:
-                return item.fail(f"{self.url} responds with {response.status}: {response.body_excerpt()}")
-            choice = response.parse_json()["choices"][0]
-            return self.parse_score(item, choice)
+            return self.rate_item(item)
         except HttpRequestError as error:
             return item.fail(str(error))
         except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -45,6 +45,27 @@ def resolve_file(address: str) -> str:
     return str(hf_hub_download(repository, file))
 
 
+def load_lpips(reward: str, net: str, device: str, *, spatial: bool = False) -> Any:
+    """Load LPIPS with the network alex, vgg or squeeze. It compares images [B,3,H,W] from -1 to 1.
+
+    spatial: return a map of distances [B,1,H,W] instead of one distance per image [B,1,1,1].
+    """
+
+    def load_network(name: str) -> Any:
+        import lpips
+
+        return lpips.LPIPS(net=name, spatial=spatial, verbose=False).eval().to(device)
+
+    return load_pretrained(reward, "the LPIPS network", net, load_network)
+
+
+def to_lpips_tensor(images: npt.NDArray[np.uint8], device: str) -> Any:
+    """Convert images [B,H,W,3] to the input of LPIPS, float32 [B,3,H,W] from -1 to 1."""
+    import torch
+
+    return torch.from_numpy(images).permute(0, 3, 1, 2).to(device).float() / 127.5 - 1
+
+
 def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
     from PIL import Image
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
-from wfm_reward.rewards._weights import load_pretrained
+from wfm_reward.rewards._weights import load_lpips, to_lpips_tensor
 from wfm_reward.similarity import MAX_PSNR_DB, psnr, ssim
 
 FULL_SCORE_DB = 40.0  # PSNR of a video that the eye cannot tell from the recording
@@ -51,13 +51,7 @@ class Continuation(ItemReward):
 
     def load(self) -> None:
         if self.weights["lpips"]:
-
-            def load_network(net: str) -> Any:
-                import lpips
-
-                return lpips.LPIPS(net=net, verbose=False).eval().to(self.device)
-
-            self._lpips = load_pretrained(self.name, "the LPIPS network", self.net, load_network)
+            self._lpips = load_lpips(self.name, self.net, self.device)
 
     def score_item(self, item: MediaItem) -> Score:
         reference = item.reference
@@ -78,12 +72,10 @@ class Continuation(ItemReward):
     def measure_lpips(self, frames: npt.NDArray[np.uint8], reference: npt.NDArray[np.uint8]) -> float:
         import torch
 
-        def to_tensor(images: npt.NDArray[np.uint8]) -> torch.Tensor:
-            return torch.from_numpy(images).permute(0, 3, 1, 2).to(self.device).float() / 127.5 - 1
-
         total = 0.0
         with torch.inference_mode():
             for start in range(0, len(frames), LPIPS_BATCH):  # the features of a whole clip would need much memory
                 part = slice(start, start + LPIPS_BATCH)
-                total += float(self._lpips(to_tensor(frames[part]), to_tensor(reference[part])).sum())
+                pair = (to_lpips_tensor(images[part], self.device) for images in (frames, reference))
+                total += float(self._lpips(*pair).sum())
         return total / len(frames)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaItem, Range, Score
@@ -50,15 +49,13 @@ class CosmosReason1(VlmReward):
     def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
         super().__init__(device, model=model, **options)
 
-    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
+    def rate_item(self, item: MediaItem) -> Score:
         content = [
             {"type": "video_url", "video_url": {"url": mp4_data_url(item.frames, item.fps or DEFAULT_FPS)}},
             {"type": "text", "text": QUESTION},
         ]
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
-        return {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
-
-    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+        choice = self.request_choice({"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 20})
         top_tokens = choice["logprobs"]["content"][0]["top_logprobs"]
         logprobs = {entry["token"].strip(): float(entry["logprob"]) for entry in top_tokens}
         if not logprobs.keys() & {"Yes", "No"}:

@@ -29,18 +29,15 @@ class DigitsReward(ItemReward):
     required_metadata = ("label",)
 
     def load(self) -> None:
-        from sklearn.datasets import load_digits
         from sklearn.neighbors import KNeighborsClassifier
         from sklearn.svm import SVC
 
-        data = load_digits()
-        inputs = [classifier_input(np.rint(image * 255 / MAX_GREY)) for image in data.images]
-        self._classifier: Any = SVC(gamma=0.1, C=10).fit(inputs[1::2], data.target[1::2])
-        self._second_classifier: Any = KNeighborsClassifier(3).fit(inputs[::2], data.target[::2])
+        self._classifier = fit_classifier(SVC(gamma=0.1, C=10), 1)
+        self._second_classifier = fit_classifier(KNeighborsClassifier(3), 0)
 
     def score_item(self, item: MediaItem) -> Score:
         label = item.metadata.get("label")
-        if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label <= 9:
+        if not is_digit(label):
             return item.fail(f"the metadata `label` is {label!r}, not a digit from 0 to 9")
         image = item.frames[0]
         if min(image.shape[:2]) < IMAGE_SIZE:
@@ -54,6 +51,19 @@ class DigitsReward(ItemReward):
     def read_digit(self, image: npt.NDArray[np.uint8]) -> int:
         """Return the digit, 0 to 9, in an RGB image [H,W,3] with H and W >= 8. Call `load` first."""
         return int(self._classifier.predict([classifier_input(average_to_8x8(image))])[0])
+
+
+def is_digit(label: object) -> bool:
+    return isinstance(label, int) and not isinstance(label, bool) and 0 <= label <= 9
+
+
+def fit_classifier(classifier: Any, first: int) -> Any:
+    """Fit a classifier to the images of scikit-learn's digits with the indices first, first + 2, ... and return it."""
+    from sklearn.datasets import load_digits
+
+    data, every_second = load_digits(), slice(first, None, 2)
+    inputs = [classifier_input(np.rint(image * 255 / MAX_GREY)) for image in data.images[every_second]]
+    return classifier.fit(inputs, data.target[every_second])
 
 
 def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaItem, Range, Score
@@ -34,15 +33,12 @@ class UnifiedReward(VlmReward):
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
         super().__init__(device, model=model, **options)
 
-    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
+    def rate_item(self, item: MediaItem) -> Score:
         content = [
             {"type": "image_url", "image_url": {"url": png_data_url(item.frames[0])}},
             {"type": "text", "text": PROMPT_TEMPLATE.format(prompt=item.prompt)},
         ]
-        return {"messages": [{"role": "user", "content": content}]}
-
-    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        text = choice["message"]["content"]
+        text = self.request_choice({"messages": [{"role": "user", "content": content}]})["message"]["content"]
         match = FINAL_SCORE.search(text)
         if match is None:
             return item.fail(f"the reply has no final score: {' '.join(text.split())[:120]!r}")

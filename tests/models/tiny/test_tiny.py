@@ -34,7 +34,8 @@ def run_pipeline(family, pipeline, call):
     if "i2v" in family.split("_"):
         call = call | {"image": Image.new("RGB", (32, 32), "red")}  # JSON cannot hold an image
     asked = CASES[family].required_call_kwargs or (lambda pixels: {})
-    call = call | {name: of_each[0] for name, of_each in asked(torch.zeros(1, 3, 1, 32, 32)).items()}
+    pixels = torch.zeros(1, 3, call.get("num_frames", 1), 32, 32)
+    call = call | {name: of_each[0] for name, of_each in asked(pixels).items()}
     output = pipeline(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
     if hasattr(output, "video"):
         return output.video[:1]

@@ -121,10 +121,11 @@ def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
         fps=recipe.sampling.fps,
         inputs=recipe.data.inputs,
         embedded_guidance=settings.embedded_guidance,
+        source_size=recipe.data.source_size,
     )
     device = "cuda" if uses_cuda() else "cpu"
     is_uncached = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
-    keeps_encoders = is_uncached or recipe.data.streaming
+    keeps_encoders = is_uncached or recipe.data.streaming or bool(model.text_inputs)
     return estimate_memory(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from wfm_ds.cli.init.data_summary import DataSummary, Task, read_data
 from wfm_ds.cli.init.questions import Questions
-from wfm_ds.cli.init.sections import RecipeRequest, create_sections, format_recipe
+from wfm_ds.cli.init.recipe_lines import RecipeRequest
+from wfm_ds.cli.init.sections import create_sections, format_recipe
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.program import CommandParser, collect_garbage_rarely
 
@@ -38,6 +39,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "nvidia/Cosmos-Predict2.5-2B"),
         *("nvidia/Cosmos3-Nano", "tiny:wan21"),
     ),
+    "edits": (
+        *("Qwen/Qwen-Image-Edit-2511", "black-forest-labs/FLUX.1-Kontext-dev"),
+        *("black-forest-labs/FLUX.2-klein-base-4B", "tiny:flux2"),
+    ),
     "first frame": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "tiny:wan22_i2v"),
     "actions": ("nvidia/Cosmos3-Nano", "nvidia/Cosmos3-Super", "tiny:cosmos3"),
     "conversations": ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-2B-Instruct", "tiny:qwen25vl"),
@@ -46,6 +51,7 @@ REWARDS = {
     "image": ("pickscore", "hpsv2", "clipscore", "aesthetic", "image_reward", "ocr"),
     "video": ("video_align", "motion", "consistency", "cosmos_reason1"),
 }
+EDIT_REWARDS = ("edit_judge", "preservation")  # for data with source images
 HELD_OUT_REWARDS = {"image": ("clipscore", "pickscore"), "video": ("motion", "consistency")}
 NONE = "none"
 
@@ -177,7 +183,7 @@ def choose_task(args: argparse.Namespace, data: DataSummary, questions: Question
     usual = data.tasks[0]
     if usual == "actions" and args.model is not None:
         family = guess_family(args.model)
-        if family is None or not family.has_action_inputs:
+        if family is None or family.action_size is None:
             usual = "sft"
     if task is None and len(data.tasks) > 1:
         choices: dict[str, str] = {name: TASKS[name] for name in data.tasks}
@@ -206,6 +212,8 @@ def suggest_models(data: DataSummary, task: Task) -> tuple[str, ...]:
         return MODELS["conversations"]
     if data.content == "prompts":
         return (*MODELS["image"], *MODELS["video"])
+    if "source" in data.metadata_keys:
+        return MODELS["edits"]
     if task == "rl":
         return MODELS["first frame"]
     return MODELS["video" if data.are_videos else "image"]
@@ -242,10 +250,14 @@ def choose_rewards(
         registry.get_reward_class(reward)
     has_few_prompts = task == "rl" and data.num_samples < MIN_PROMPTS
     if held_out is None and task == "rl" and not has_few_prompts:
-        names = [name for name in HELD_OUT_REWARDS[kinds[0]] if name != reward]
+        # The held-out rewards for prompts compare a sample with a description, not with an instruction.
+        is_edit = "source" in data.metadata_keys
+        names = [] if is_edit else [name for name in HELD_OUT_REWARDS[kinds[0]] if name != reward]
         choices = {name: first_sentence(name) for name in names} | {NONE: "no alarm against reward hacking"}
         question = "Held-out reward, which is watched but not trained on:"
-        held_out = questions.choose(question, choices, option="--held-out", default=names[0], other="another name")
+        held_out = questions.choose(
+            question, choices, option="--held-out", default=[*names, NONE][0], other="another name"
+        )
     if held_out in (None, NONE):
         return reward, None
     registry.get_reward_class(held_out)
@@ -262,6 +274,8 @@ def choose_rewards(
 def suggest_rewards(kinds: Sequence[str], data: DataSummary) -> list[str]:
     from wfm_reward import registry
 
+    if "source" in data.metadata_keys:
+        return list(EDIT_REWARDS)
     special = []
     for name in registry.list_reward_names():
         reward = registry.get_reward_class(name)

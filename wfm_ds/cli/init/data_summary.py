@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,7 @@ class DataSummary:
     sizes: Sequence[tuple[int, int]] = ()  # height and width of the measured files
     frame_counts: Sequence[int] = ()  # of the measured videos
     metadata_keys: frozenset[str] = frozenset()  # keys that all samples or prompts have: inputs, metadata of rewards
+    has_target: bool = True  # False: the images are sources of edits, without edited images
     media_path: str | None = None  # folder of the images and videos of conversations
 
     @property
@@ -48,6 +50,8 @@ class DataSummary:
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks for which this data can be used. The first is the default."""
+        if not self.has_target:
+            return ("rl",)
         if self.content == "media":
             return ("actions", "sft", "rl") if "actions" in self.metadata_keys and self.are_videos else ("sft", "rl")
         tasks: dict[DataContent, tuple[Task, ...]] = {
@@ -107,17 +111,41 @@ def has_pair_members(folder: Path) -> bool:
 
 
 def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSummary:
+    sample_set, has_target = load_media_folder(folder, layout, prompt)
+    fields = {"path": folder, "recipe_path": str(folder), "metadata_keys": find_shared_keys(sample_set.samples)}
+    return measure_samples(sample_set, "media", has_target=has_target, **fields)
+
+
+def load_media_folder(folder: Path, layout: FolderLayout, prompt: str | None) -> tuple[SampleSet, bool]:
+    """Return the samples of a folder with all their input images, and whether they have targets.
+
+    A table with sources but without edited images has no targets.
+    """
     from wfm_ds.data.folder import load_folder
-    from wfm_ds.data.input_files import CAMERA_KEY
+    from wfm_ds.data.media_inputs import ANY_INPUTS
     from wfm_ds.recipe.data import DataRecipe
 
-    sample_set = load_folder(DataRecipe(kind="folder", path=str(folder), prompt=prompt), folder, layout)
+    data = DataRecipe(kind="folder", path=str(folder), prompt=prompt)
+    try:
+        return load_folder(data, folder, layout, ANY_INPUTS), True
+    except DataError as error:
+        if layout.kind == "table":
+            with contextlib.suppress(DataError):
+                return load_folder(data, folder, layout, replace(ANY_INPUTS, has_target=False)), False
+        raise error
+
+
+def find_shared_keys(samples: Sequence[Sample]) -> frozenset[str]:
+    """Return the metadata keys and input images that all samples have."""
+    from wfm_ds.data.input_files import CAMERA_KEY
+    from wfm_ds.types import IMAGE_INPUTS
+
     keys = []
-    for sample in sample_set.samples:
+    for sample in samples:
         camera = sample.prompt.metadata.get(CAMERA_KEY)
-        keys.append(frozenset([*sample.prompt.metadata, *(camera if isinstance(camera, dict) else ())]))
-    shared = frozenset[str].intersection(*keys)
-    return measure_samples(sample_set, "media", path=folder, recipe_path=str(folder), metadata_keys=shared)
+        names = {*sample.prompt.metadata, *(camera if isinstance(camera, dict) else ())}
+        keys.append(frozenset(names - IMAGE_INPUTS | sample.images.keys()))
+    return frozenset[str].intersection(*keys)
 
 
 def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
@@ -136,11 +164,14 @@ def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
 
 
 def read_pairs(path: Path, recipe_path: str) -> DataSummary:
-    from wfm_ds.data.sample_sets import build_sample_set
+    from wfm_ds.data.media_inputs import ANY_INPUTS
+    from wfm_ds.data.preference_pairs import load_pairs
     from wfm_ds.recipe.data import DataRecipe
 
-    sample_set = build_sample_set(DataRecipe(kind="pairs", path=recipe_path), [recipe_path])
-    return measure_samples(sample_set, "pairs", path=path, recipe_path=recipe_path)
+    data = DataRecipe(kind="pairs", path=recipe_path)
+    sample_set = load_pairs([recipe_path], cache_dir=None, max_bad_fraction=data.max_bad_fraction, inputs=ANY_INPUTS)
+    keys = find_shared_keys(sample_set.samples)
+    return measure_samples(sample_set, "pairs", path=path, recipe_path=recipe_path, metadata_keys=keys)
 
 
 def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) -> DataSummary:
@@ -166,6 +197,8 @@ def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) 
     low, high, kind = min(sizes), max(sizes), "videos" if frame_counts else "images"
     count = format_count(len(sample_set.samples), "pairs" if content == "pairs" else kind)
     contents = f"{count} of {kind}" if content == "pairs" else count
+    if "source" in fields.get("metadata_keys", ()):
+        contents += " with sources" if fields.get("has_target", True) else " to edit"
     return DataSummary(
         content=content,
         description=f"{contents}, {low[1]} x {low[0]} to {high[1]} x {high[0]}",
@@ -189,6 +222,7 @@ def count_frames(media: Media) -> int:
 def read_prompt_file(file: Path) -> DataSummary:
     from wfm_ds.data.folder import format_count
     from wfm_ds.data.prompts import PROMPT_FORMATS, read_prompts
+    from wfm_ds.types import IMAGE_INPUTS
 
     _, published = PROMPT_FORMATS.get(file.stem, ((), None))
     try:
@@ -203,7 +237,8 @@ def read_prompt_file(file: Path) -> DataSummary:
         description=format_count(len(prompts), "prompts"),
         num_samples=len(prompts),
         recipe_path=str(file.parent),
-        metadata_keys=frozenset[str].intersection(*(frozenset(prompt.metadata) for prompt in prompts)),
+        # training does not read source images from prompt files
+        metadata_keys=frozenset[str].intersection(*(frozenset(p.metadata) for p in prompts)) - IMAGE_INPUTS,
     )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from wfm_ds.cli.init.model_summary import PipelineSummary
+from wfm_ds.cli.init.recipe_lines import RecipeLine, RecipeRequest, Sections
 from wfm_ds.cli.init.sections import (
-    RecipeLine,
-    RecipeRequest,
-    Sections,
     common_sections,
     create_held_out_lines,
     frame_lines,

@@ -34,11 +34,9 @@ class LanguageModelSummary:
 
 
 def read_pipeline(path: str) -> PipelineSummary:
-    import diffusers
-
     from wfm_ds.models import registry
     from wfm_ds.models.assets.few_steps import find_few_steps
-    from wfm_ds.models.assets.loading import read_call_json, read_json
+    from wfm_ds.models.assets.loading import read_call_defaults, read_json, resolve_pipeline_class
     from wfm_ds.models.assets.released_repos import RELEASED_REPOS
     from wfm_ds.recipe.tiny import TINY_PREFIX
 
@@ -47,8 +45,8 @@ def read_pipeline(path: str) -> PipelineSummary:
     family = registry.find_family(folder)
     index = read_json(folder / "model_index.json")
     name = index["_class_name"]
-    parameters = inspect.signature(getattr(diffusers, name).__call__).parameters
-    call = {key: parameter.default for key, parameter in parameters.items()} | read_call_json(folder)
+    parameters = inspect.signature(resolve_pipeline_class(index).__call__).parameters
+    call = {key: parameter.default for key, parameter in parameters.items()} | read_call_defaults(folder)
     has_size = call.get("height") is not None
     side = None if has_size else family.default_image_size
     if side is None and not has_size:  # the pipeline computes its default size like this

@@ -6,13 +6,24 @@ import math
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from wfm_ds.cli.init.data_summary import DataSummary, Task
+from wfm_ds.cli.init.data_summary import Task
+from wfm_ds.cli.init.input_lines import (
+    PRESERVATION,
+    choose_inputs,
+    edit_lines,
+    edits_images,
+    input_lines,
+    reward_line,
+    robot_lines,
+    view_lines,
+)
 from wfm_ds.cli.init.model_summary import LanguageModelSummary, PipelineSummary
+from wfm_ds.cli.init.recipe_lines import RecipeLine, RecipeRequest, Sections
 from wfm_ds.errors import UserError
+from wfm_ds.types import MASK
 
 MAX_UPSCALE = 2.0  # default of data.max_upscale: training skips files that need more
 SIZE_MULTIPLE = 32  # round sizes down to this; satisfies every model family
@@ -31,29 +42,6 @@ LEARNING_RATES: dict[Task, tuple[float, float]] = {
 """{task: (learning rate for LoRA, learning rate for all weights)}."""
 
 
-class RecipeLine(NamedTuple):
-    key: str  # "# KEY" for a suggestion that is commented out
-    value: Any
-    comment: str = ""
-
-
-Sections = dict[str, list[RecipeLine]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeRequest:
-    """The options of `wfm init`, after questions and defaults."""
-
-    task: Task
-    data: DataSummary
-    model_path: str
-    trains_all_weights: bool
-    out: Path
-    reward: str | None = None  # of RL
-    held_out_reward: str | None = None
-    prompt: str | None = None  # caption for files without one
-
-
 def create_sections(request: RecipeRequest, model: PipelineSummary | LanguageModelSummary) -> Sections:
     if isinstance(model, LanguageModelSummary):
         return create_language_sections(request, model)
@@ -63,6 +51,11 @@ def create_sections(request: RecipeRequest, model: PipelineSummary | LanguageMod
 
 def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> None:
     data, title = request.data, model.title
+    if data.content == "prompts" and "source" in model.inputs:
+        raise UserError(
+            f"{data.path} has only prompts, but {title} edits images: name a folder of captioned images with --data "
+            "(docs/data_layouts.md)"
+        )
     if data.content == "prompts" and (model.needs_image or model.inputs):
         needed = "start with an image" if model.needs_image else f"need {' and '.join(model.inputs)}"
         raise UserError(
@@ -70,7 +63,7 @@ def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> Non
             "images or videos with --data"
         )
     follows_actions = data.are_videos and "actions" in data.metadata_keys and "actions" in model.optional_inputs
-    needs_media = model.needs_image or model.inputs or follows_actions
+    needs_media = model.needs_image or model.inputs or follows_actions or edits_images(data, model)
     if request.task == "rl" and data.content != "prompts" and not needs_media:
         raise UserError(
             f"{data.path} has images or videos, but RL of {title} needs only prompts: name a .txt file with one prompt "
@@ -82,6 +75,8 @@ def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> Non
         raise UserError(
             f"{data.path} contains images, but {title} generates videos that start with an image: use videos"
         )
+    if not data.has_target and not edits_images(data, model):
+        raise UserError(f"{data.path} has images to edit, but {title} does not edit images: choose an editing model")
     if request.task == "actions" and "actions" not in (*model.inputs, *model.optional_inputs):
         raise UserError(f"{title} does not accept actions: choose a Cosmos3 model, or --task sft")
     if missing := [name for name in model.inputs if name not in data.metadata_keys]:
@@ -92,6 +87,7 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
     task, data = request.task, request.data
     height, width, why = training_size(model, data.sizes)
     inputs = choose_inputs(request, model)
+    rewards = [] if request.held_out_reward is None else [request.held_out_reward]
     starts_with_frame = model.needs_image or task == "actions"
     lines = [
         RecipeLine("kind", "pairs" if task == "dpo" else data.kind),
@@ -101,6 +97,7 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
         *([] if task == "dpo" else [RecipeLine("caption_dropout", 0.1, "for classifier-free guidance")]),
         *size_lines(data.sizes, height, width),
         *input_lines(inputs),
+        *edit_lines(request, inputs, rewards),
         *robot_lines(data, inputs),
     ]
     guidance = RecipeLine("guidance_scale", model.guidance_scale, "for validation samples; default of the pipeline")
@@ -147,11 +144,13 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
     assert request.reward is not None
     data = request.data
     inputs, is_prompt_file = choose_inputs(request, model), data.content == "prompts"
+    rewards = reward_line(request, inputs)
     if is_prompt_file:
         lines = prompt_file_lines(request)
     else:
         lines = [RecipeLine("kind", data.kind), RecipeLine("path", data.recipe_path), *view_lines(data)]
         lines += [*input_lines(inputs), *robot_lines(data, inputs)]
+        lines += edit_lines(request, inputs, [*(one["name"] for one in rewards.value), request.held_out_reward])
         lines += prompt_lines(request)
     moves = not {"actions", "c2w"}.isdisjoint(inputs) and data.num_samples > 1
     height, width, why = model.height, model.width, "default of the pipeline"
@@ -172,14 +171,14 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
         ],
         "algorithm": [
             RecipeLine("name", "diffusion_nft", "comparison of algorithms: docs/choosing.md"),
-            *([] if is_prompt_file else conditioning_lines()),
+            *([] if is_prompt_file or not {"source", "control"}.isdisjoint(inputs) else conditioning_lines()),
         ],
         "rollout": [
             RecipeLine("prompts_per_step", min(8, data.num_samples)),
             RecipeLine("group_size", 8, "samples per prompt, compared with each other"),
             *([RecipeLine("trajectories", "shuffle", "movements of other clips (docs/inputs.md)")] if moves else []),
         ],
-        "reward": [RecipeLine("functions", [{"name": request.reward}])],
+        "reward": [rewards],
         "validation": [
             RecipeLine("every", 20),
             *(create_held_out_lines(request) or [prompt_count_line(data.num_samples)]),
@@ -233,39 +232,6 @@ def common_sections(
 def choose_output_folder(out: Path) -> str:
     names = [out.stem, *(f"{out.stem}_{number}" for number in range(2, 1000))]
     return next(f"outputs/{name}" for name in names if not Path("outputs", name).exists())
-
-
-def choose_inputs(request: RecipeRequest, model: PipelineSummary) -> list[str]:
-    uses_actions = request.task == "actions" or (request.task == "rl" and request.data.are_videos)
-    optional = model.optional_inputs if uses_actions else ()
-    return [name for name in (*model.inputs, *optional) if name in request.data.metadata_keys]
-
-
-def input_lines(inputs: Sequence[str]) -> list[RecipeLine]:
-    comment = "one file or value per sample (docs/inputs.md)"
-    if "actions" in inputs:
-        comment = "to normalize the actions, set actions.stats and actions.normalize (docs/inputs.md)"
-    return [RecipeLine("inputs", list(inputs), comment)] if inputs else []
-
-
-def view_lines(data: DataSummary) -> list[RecipeLine]:
-    comment = "the first camera; rows of several are shown in one image (docs/robots.md)"
-    return [] if data.views is None else [RecipeLine("views", data.views, comment)]
-
-
-def robot_lines(data: DataSummary, inputs: Sequence[str]) -> list[RecipeLine]:
-    """Return commented-out lines with examples of the keys that describe the robot of a LeRobot dataset."""
-    if data.fps is None:
-        return []
-    lines = [
-        RecipeLine("# fps", data.fps, "recorded; set it and sampling.fps to the rate to generate (docs/robots.md)")
-    ]
-    if "actions" in inputs:
-        lines += [
-            RecipeLine("# domain", "droid_lerobot", "the robot; also set inputs: [actions, domain] (docs/robots.md)"),
-            RecipeLine("# actions", {"space": "droid"}, "numbers that Cosmos3 was trained on; unset: as stored"),
-        ]
-    return lines
 
 
 def prompt_lines(request: RecipeRequest) -> list[RecipeLine]:
@@ -347,9 +313,12 @@ def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
     comment = "never trained on (docs/rewards.md)"
     if request.task == "rl":
         comment = f"alarm if it falls while {request.reward} rises (docs/rewards.md)"
+    reward: str | dict[str, Any] = request.held_out_reward
+    if reward == PRESERVATION and MASK not in request.data.metadata_keys:
+        reward = {"name": reward, "options": {"whole": True}}
     return [
         prompt_count_line(request.data.num_samples),
-        RecipeLine("held_out_rewards", [request.held_out_reward], comment),
+        RecipeLine("held_out_rewards", [reward], comment),
     ]
 
 

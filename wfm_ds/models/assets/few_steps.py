@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.models.assets.loading import read_call_json, read_json
+from wfm_ds.models.assets.loading import read_call_defaults, read_json
 from wfm_ds.models.assets.released_repos import FEW_STEP_REPOS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def read_few_steps(folder: Path, family: type[DiffusionModel], index: Mapping[st
     Returns None if call.json is missing, does not disable guidance, or sets more than MAX_FEW_STEPS steps.
     index: content of model_index.json.
     """
-    call = read_call_json(folder)
+    call = read_call_defaults(folder)
     steps, scale = call.get("num_inference_steps"), call.get(family.guidance_arguments[0])
     if not isinstance(steps, int) or steps > MAX_FEW_STEPS or not isinstance(scale, int | float):
         return None

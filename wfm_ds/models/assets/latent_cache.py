@@ -38,6 +38,8 @@ class LatentCache:
 
     def _cache_key(self, medium: Media, framing: Framing) -> dict[str, Any]:
         settings = asdict(framing)
-        if framing.span is None:  # keep the keys of caches written before `span` existed
-            del settings["span"]
+        # Keep the keys of caches written before these fields existed.
+        for name, default in (("span", None), ("sound_rate", None), ("video_resize", "pillow")):
+            if settings[name] == default:
+                del settings[name]
         return {**self._identity, "framing": settings, "medium": list(medium.identity())}

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 from diffusers import DiffusionPipeline
+from diffusers.guiders.guider_utils import GUIDER_CONFIG_NAME, BaseGuidance
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
@@ -88,8 +90,8 @@ def load_pipeline(
             parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
             # DiffusionPipeline itself would reload the optional components of the class (such as Wan's denoiser) in
             # float32 and discard ours.
-            pipeline_class = getattr(diffusers, str(index["_class_name"]), DiffusionPipeline)
-            with silence_type_warnings():
+            pipeline_class = resolve_pipeline_class(index)
+            with silence_expected_warnings():
                 pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
                 pipeline.register_modules(**overrides)
     except ModelError:
@@ -102,17 +104,20 @@ def load_pipeline(
 
 
 @contextmanager
-def silence_type_warnings() -> Iterator[None]:
-    logger = logging.getLogger(DiffusionPipeline.__module__)
+def silence_expected_warnings() -> Iterator[None]:
+    """Hide the warnings about the types of components and about guiders, which users cannot act on."""
+    loggers = [logging.getLogger(one.__module__) for one in (DiffusionPipeline, BaseGuidance)]
 
     def is_other_warning(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Expected types for ")
+        return not record.getMessage().startswith(("Expected types for ", "Guiders are currently an experimental"))
 
-    logger.addFilter(is_other_warning)
+    for logger in loggers:
+        logger.addFilter(is_other_warning)
     try:
         yield
     finally:
-        logger.removeFilter(is_other_warning)
+        for logger in loggers:
+            logger.removeFilter(is_other_warning)
 
 
 def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
@@ -123,6 +128,13 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
     member = resolve_component_class(entry)
     is_network = member is not None and issubclass(member, (diffusers.ModelMixin, transformers.PreTrainedModel))
     return member if is_network else None
+
+
+def resolve_pipeline_network(entry: list[str | None]) -> type[torch.nn.Module] | None:
+    """Return the network class that an entry names in a subpackage of diffusers.pipelines, or None."""
+    library, name = map(str, entry)
+    member = getattr(getattr(diffusers.pipelines, library, None), name, None)
+    return member if isinstance(member, type) and issubclass(member, diffusers.ModelMixin) else None
 
 
 def resolve_component_class(entry: Any) -> type | None:
@@ -142,6 +154,18 @@ def resolve_component_class(entry: Any) -> type | None:
         message = f"the pipeline has a component of class {library}.{name}, which cannot be imported"
         raise ModelError(f"{message} ({shorten_error(error)}); install the package that contains it") from error
     return member if isinstance(member, type) else None
+
+
+def resolve_pipeline_class(index: Mapping[str, Any]) -> Any:
+    """Return the pipeline class that a model_index.json names: of diffusers, or of the module of its transformer.
+
+    Returns DiffusionPipeline if there is no such class. Raises ModelError if the transformer cannot be imported.
+    """
+    name = str(index.get("_class_name"))
+    if hasattr(diffusers, name):
+        return getattr(diffusers, name)
+    network = resolve_component_class(index.get("transformer"))
+    return DiffusionPipeline if network is None else getattr(sys.modules[network.__module__], name, DiffusionPipeline)
 
 
 def check_components(folder: Path, index: Mapping[str, Any], replaced: Collection[str] = ()) -> None:
@@ -281,6 +305,16 @@ def read_call_json(folder: Path) -> dict[str, Any]:
     """Return the pipeline call arguments in the folder's call.json, or {} if there is no such file."""
     file = folder / "call.json"
     return read_json(file) if file.is_file() else {}
+
+
+def read_call_defaults(folder: Path) -> dict[str, Any]:
+    """Return the content of call.json and, for a pipeline or LoRA with a guider, its scale as `guidance_scale`."""
+    call = read_call_json(folder)
+    files = (folder / GUIDER_CONFIG_NAME, folder / "guider" / GUIDER_CONFIG_NAME)
+    config = next((read_json(file) for file in files if file.is_file()), None)
+    if config is None:
+        return call
+    return {**call, "guidance_scale": config.get("guidance_scale") if config.get("enabled", True) else 1.0}
 
 
 def read_max_sequence_length(folder: Path) -> int | None:

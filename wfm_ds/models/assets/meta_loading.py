@@ -20,8 +20,11 @@ from wfm_ds.models.assets.loading import (
     read_max_sequence_length,
     resolve_component_class,
     resolve_network_class,
+    resolve_pipeline_class,
+    resolve_pipeline_network,
 )
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.source_images import SourceSize
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 
 META_DEVICE = torch.device("meta")
@@ -37,6 +40,7 @@ def load_on_meta_device(
     fps: float = DEFAULT_FPS,
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
+    source_size: SourceSize = "target",
 ) -> DiffusionModel:
     """Load a pipeline on the meta device, without weights and tokenizers. The pipeline cannot encode text.
 
@@ -50,7 +54,7 @@ def load_on_meta_device(
     index = read_json(folder / "model_index.json")
     replaced = family.placeholder_components() | ({"safety_checker": nn.Identity()} if family.has_guardrail else {})
     check_components(folder, index, replaced)
-    pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
+    pipeline_class: Any = resolve_pipeline_class(index)
     accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
     parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}
     parts |= {name: value for name, value in index.items() if name in accepted and not isinstance(value, list)}
@@ -74,6 +78,7 @@ def load_on_meta_device(
         fps=fps,
         inputs=inputs,
         embedded_guidance=embedded_guidance,
+        source_size=source_size,
     )
 
 
@@ -82,7 +87,7 @@ def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
 
     Returns None for other entries, such as tokenizers.
     """
-    network = resolve_network_class(entry)
+    network = resolve_network_class(entry) or resolve_pipeline_network(entry)
     if network is None:
         member: Any = resolve_component_class(entry)
         is_scheduler = member is not None and issubclass(member, diffusers.SchedulerMixin)

@@ -13,8 +13,12 @@ RELEASED_REPOS = {  # supported repositories in diffusers' format, with the bran
     "black-forest-labs/FLUX.2-klein-base-9B": None,
     "black-forest-labs/FLUX.2-klein-4B": None,
     "black-forest-labs/FLUX.2-klein-9B": None,
+    "black-forest-labs/FLUX.1-Kontext-dev": None,
     "Qwen/Qwen-Image": None,
     "Qwen/Qwen-Image-2512": None,
+    "Qwen/Qwen-Image-Edit": None,
+    "Qwen/Qwen-Image-Edit-2509": None,
+    "Qwen/Qwen-Image-Edit-2511": None,
     "Tongyi-MAI/Z-Image": None,
     "Tongyi-MAI/Z-Image-Turbo": None,
     "nvidia/Cosmos-Predict2.5-2B": "diffusers/base/post-trained",
@@ -25,10 +29,15 @@ RELEASED_REPOS = {  # supported repositories in diffusers' format, with the bran
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": None,
     "Efficient-Large-Model/SANA-Video_2B_480p_diffusers": None,
     "Efficient-Large-Model/SANA-WM_bidirectional-diffusers": None,
+    "Lightricks/LTX-2": None,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": None,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": None,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": None,
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": None,
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": None,
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": None,
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": None,
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": None,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": None,
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": None,
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": None,
@@ -45,8 +54,10 @@ def cosmos_conversion_command(file: str, name: str) -> str:
     """Return the shell command that converts an original Cosmos checkpoint to diffusers.
 
     file: path of the checkpoint. name: its path or repository name. The model is 14B if `name` contains "14B",
-    otherwise 2B.
+    otherwise 2B. It has actions if `file` contains "action-cond".
     """
+    if "action-cond" in file:
+        return f"wfm convert {file} OUT --base COSMOS_FOLDER (docs/models/cosmos_predict25_actions.md)"
     size = "14B" if "14B" in name else "2B"
     return (
         f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "

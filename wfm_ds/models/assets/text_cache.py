@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
-from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.base import DiffusionModel, NegativeText, TextWithImages
+from wfm_ds.models.tensor_lru import TensorLru, TensorRow, num_bytes
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.schema import Recipe
@@ -32,14 +32,13 @@ class ViewpointText:
     viewpoint: str
 
 
-Text: TypeAlias = str | NegativeText
-PromptText: TypeAlias = Text | ViewpointText
+FormattedText: TypeAlias = str | NegativeText
+Text: TypeAlias = FormattedText | TextWithImages
+PromptText: TypeAlias = FormattedText | ViewpointText
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # fits the texts of an RL step: 190 texts for SD3, 120 for Wan
-EmbeddingRow: TypeAlias = dict[str, Tensor]
-"""The encode_text result of one text: {name: tensor [1, ...]}."""
 
 TEXT_FOLDER = "text"  # folder name in the user's cache and in data.cache_dir
 LAST_USE_FILE = "opened"  # file in the folder; its mtime is when a run last opened the folder
@@ -52,10 +51,10 @@ def prompt_text(prompt: Prompt) -> PromptText:
 
 def format_prompts(
     model: DiffusionModel, texts: Sequence[PromptText], size: tuple[int, int], num_frames: int
-) -> list[Text]:
+) -> list[FormattedText]:
     """Format prompts and negative prompts for this size (height, width) in pixels, as the diffusers pipeline does."""
 
-    def format_text(text: PromptText) -> Text:
+    def format_text(text: PromptText) -> FormattedText:
         if isinstance(text, NegativeText):
             return NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
         if isinstance(text, ViewpointText):
@@ -85,38 +84,32 @@ class PrecomputedEmbedding(Protocol):
         """Load the embedding [tokens, channels], which may not fit the model. Raises DataError on failure."""
 
 
-class EmbeddingLru:
-    """A cache of text embeddings. It evicts the least recently used ones when it exceeds `max_bytes` bytes.
+def identify_text(text: Text) -> Hashable:
+    """Return a key that is equal for texts with equal embeddings, and does not keep their images in memory."""
+    return (text.text, text.negative, text.digest) if isinstance(text, TextWithImages) else text
 
-    The most recently used embedding is never evicted.
-    """
+
+class EmbeddingLru:
+    """A cache of text embeddings with a limited size. Images of texts are not kept."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._rows: OrderedDict[Text, EmbeddingRow] = OrderedDict()
+        self._rows = TensorLru(max_bytes)
 
-    def get(self, text: Text) -> EmbeddingRow | None:
-        if text in self._rows:
-            self._rows.move_to_end(text)
-        return self._rows.get(text)
+    def get(self, text: Text) -> TensorRow | None:
+        return self._rows.get(identify_text(text))
 
-    def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
-        for text, row in rows.items():
-            self._bytes += num_bytes(row)
-            self._rows[text] = row
-        while self._bytes > self._max_bytes and len(self._rows) > 1:
-            _, oldest = self._rows.popitem(last=False)
-            self._bytes -= num_bytes(oldest)
+    def put(self, rows: Mapping[Text, TensorRow]) -> None:
+        self._rows.put({identify_text(text): row for text, row in rows.items()})
 
     def __contains__(self, text: Text) -> bool:
-        return text in self._rows
+        return identify_text(text) in self._rows
 
 
 class TextCache:
     """A cache of text embeddings in memory and, optionally, on disk.
 
-    Each text is encoded separately, by `model.encode_negative_text` if it is a NegativeText, otherwise by
-    `model.encode_text`.
+    Each text is encoded separately, by `model.encode_negative_text` if it is a NegativeText, by
+    `model.encode_text_with_images` if it has images, otherwise by `model.encode_text`.
     """
 
     def __init__(
@@ -156,7 +149,7 @@ class TextCache:
             if free_bytes <= 0:
                 return
 
-    def _device_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
+    def _device_rows(self, texts: Iterable[Text]) -> dict[Text, TensorRow]:
         device = self._model.device
         if device.type == "cpu":
             return self._host_rows(texts)
@@ -168,7 +161,7 @@ class TextCache:
         self._on_device.put(new)
         return {text: row or new[text] for text, row in cached.items()}
 
-    def _host_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
+    def _host_rows(self, texts: Iterable[Text]) -> dict[Text, TensorRow]:
         cached = {text: self._on_host.get(text) for text in texts}
         # Encode texts one by one. In a batch, the last bits of an embedding depend on the batch size, and thus on which
         # texts are cached already. A resumed run would then differ from an uninterrupted one.
@@ -187,7 +180,7 @@ class TextCache:
     def is_stored(self, text: Text) -> bool:
         return self._store is not None and self._cache_key(text) in self._store
 
-    def _load_or_encode(self, text: Text) -> EmbeddingRow:
+    def _load_or_encode(self, text: Text) -> TensorRow:
         if self._store is None:
             return self._encode_row(text)
         row = self._store.read(self._cache_key(text))
@@ -199,22 +192,26 @@ class TextCache:
     def _cache_key(self, text: Text) -> dict[str, Any]:
         if isinstance(text, NegativeText):
             return {**self._identity, "negative": True, "text": text.text}
+        if isinstance(text, TextWithImages):
+            return {**self._identity, "negative": text.negative, "text": text.text, "images": text.digest}
         key = {**self._identity, "negative": False, "text": text}
         if text in self._precomputed:
             key["embedding"] = list(self._precomputed[text].identity())
         return key
 
-    def _encode_row(self, text: Text) -> EmbeddingRow:
+    def _encode_row(self, text: Text) -> TensorRow:
         if not self._model.text_encoders():
             raise ModelError(f"the embedding of {text!r} was removed from the disk cache: restart the run")
         self._model.move_text_encoders(self._model.device)  # rollout workers keep them on the host until needed
-        if isinstance(text, NegativeText):
+        if isinstance(text, TextWithImages):
+            row = self._model.encode_text_with_images(text)
+        elif isinstance(text, NegativeText):
             row = self._model.encode_negative_text([text.text])
         else:
             row = self._convert_precomputed(text) or self._model.encode_text([text])
         return {name: tensor.cpu() for name, tensor in row.items()}
 
-    def _convert_precomputed(self, text: str) -> EmbeddingRow | None:
+    def _convert_precomputed(self, text: str) -> TensorRow | None:
         if text not in self._precomputed:
             return None
         try:
@@ -232,16 +229,15 @@ class TextCache:
         return row
 
 
-def num_bytes(row: EmbeddingRow) -> int:
-    return sum(t.nbytes for t in row.values())
-
-
 def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
-    """Return the disk store for this model's text embeddings, or None if the recipe disables it or streams data."""
+    """Return the disk store for this model's text embeddings, or None if the recipe disables it or streams data.
+
+    Embeddings that depend on images are stored only in data.cache_dir: they are large, and no other run needs them.
+    """
     if recipe.data.cache_dir is not None:
         return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
-    if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
-        return None
+    if recipe.data.cache_text == "off" or recipe.data.streaming or model.text_inputs:
+        return None  # the number of texts in a stream is unknown
     return TensorStore(user_cache_folder() / TEXT_FOLDER / software_key(model))
 
 

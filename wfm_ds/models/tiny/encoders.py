@@ -5,6 +5,8 @@ Functions named `..._text` build the tokenizers and text encoders of a pipeline 
 
 from __future__ import annotations
 
+import inspect
+import re
 import string
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,6 +38,14 @@ QWEN_IMAGE_WORDS = (
     *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
     *("spatial", "relationships", "objects", "background", ",", ":", "\u010a"),  # the newline of byte-level BPE
 )
+# The same for Qwen-Image-Edit. Its template has 64 tokens.
+QWEN_EDIT_WORDS = (
+    *("Describe", "key", "features", "input", "image", "(", "color", "shape", "size", "texture", "objects", "),"),
+    *("then", "explain", "how", "user", "'s", "instruction", "should", "alter", "or", "modify", "Generate", "new"),
+    *("that", "meets", "requirements", "while", "maintaining", "consistency", "original", "where", "appropriate"),
+    *("background", "Picture", ",", ".", ":", "\u010a"),
+)
+MAX_EDIT_PIXELS = 9 * 28 * 28  # the text encoder sees at most 9 tokens of an image
 
 # Sizes of a decoder with grouped queries.
 DECODER: Mapping[str, Any] = MappingProxyType(
@@ -53,7 +63,7 @@ QWEN_VL_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 
 QWEN_VL_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 
 
-def clip_encoder(tokenizer: Any, seed: int) -> Any:
+def clip_encoder(tokenizer: Any, seed: int, class_name: str = "CLIPTextModelWithProjection") -> Any:
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -66,7 +76,20 @@ def clip_encoder(tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,  # used by pooling
         pad_token_id=tokenizer.pad_token_id,
     )
-    return build_encoder("CLIPTextModelWithProjection", config, seed)
+    return build_encoder(class_name, config, seed)
+
+
+def t5_encoder(tokenizer: Any) -> Any:
+    config = transformers.T5Config(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    return build_encoder("T5EncoderModel", config, T5_SEED)
 
 
 def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -> Any:
@@ -115,16 +138,23 @@ def qwen3vl_model(tokenizer: Any, prefix: str, seed: int, *, text: Mapping[str, 
 
 def sd3_text(max_length: int) -> Parts:
     clip, t5 = clip_tokenizer(max_length), t5_tokenizer()
-    config = transformers.T5Config(
-        vocab_size=len(t5), d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
-    )
     return {
         "tokenizer": clip,
         "tokenizer_2": clip,
         "tokenizer_3": t5,
         "text_encoder": clip_encoder(clip, CLIP_SEEDS[0]),
         "text_encoder_2": clip_encoder(clip, CLIP_SEEDS[1]),
-        "text_encoder_3": build_encoder("T5EncoderModel", config, T5_SEED),
+        "text_encoder_3": t5_encoder(t5),
+    }
+
+
+def flux_text(max_length: int) -> Parts:
+    clip, t5 = clip_tokenizer(max_length), t5_tokenizer()
+    return {
+        "tokenizer": clip,
+        "tokenizer_2": t5,
+        "text_encoder": clip_encoder(clip, CLIP_SEEDS[0], "CLIPTextModel"),
+        "text_encoder_2": t5_encoder(t5),
     }
 
 
@@ -139,8 +169,35 @@ def gemma_text(class_name: str = "Gemma2Model") -> Parts:
     return {"tokenizer": tokenizer, "text_encoder": gemma_encoder(len(tokenizer), TEXT_SEED, class_name)}
 
 
-def qwen3_text(class_name: str, layers: int) -> Parts:
-    tokenizer = qwen_tokenizer()
+def gemma3_text() -> Parts:
+    """Return the tokenizer, text encoder (Gemma 3 with three layers of states) and connectors of LTX-2."""
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+
+    tokenizer = gemma_tokenizer()
+    ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Gemma3Config(
+        text_config={**DECODER, "vocab_size": len(tokenizer), "query_pre_attn_scalar": 16, "sliding_window": 64, **ids},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    with temporary_seed(TEXT_SEED):
+        connectors = LTX2TextConnectors(
+            caption_channels=32,
+            text_proj_in_factor=3,
+            **{f"{stream}_connector_num_attention_heads": 2 for stream in ("video", "audio")},
+            **{f"{stream}_connector_attention_head_dim": 16 for stream in ("video", "audio")},
+            **{f"{stream}_connector_num_layers": 1 for stream in ("video", "audio")},
+            **{f"{stream}_connector_num_learnable_registers": 8 for stream in ("video", "audio")},
+            rope_type="split",
+            rope_double_precision=False,
+        )
+    encoder = build_encoder("Gemma3ForConditionalGeneration", config, TEXT_SEED)
+    return {"tokenizer": tokenizer, "text_encoder": encoder, "connectors": connectors.eval()}
+
+
+def qwen3_text(class_name: str, layers: int, more_words: tuple[str, ...] = ()) -> Parts:
+    tokenizer = qwen_tokenizer(more_words=more_words)
     config = transformers.Qwen3Config(
         **{**DECODER, "num_hidden_layers": layers}, vocab_size=len(tokenizer), **boundary_token_ids(tokenizer)
     )
@@ -150,6 +207,44 @@ def qwen3_text(class_name: str, layers: int) -> Parts:
 def qwen25vl_text(more_words: tuple[str, ...] = ()) -> Parts:
     tokenizer = qwen_tokenizer(more_words=more_words)
     return {"tokenizer": tokenizer, "text_encoder": qwen25vl_encoder(tokenizer, TEXT_SEED)}
+
+
+def qwen_edit_text() -> Parts:
+    """Return the tokenizer, text encoder and processor of Qwen-Image-Edit."""
+    from wfm_ds.models.qwen_image_edit import ImageTextProcessor
+
+    parts = qwen25vl_text(QWEN_EDIT_WORDS)
+    size = {"shortest_edge": 28 * 28, "longest_edge": MAX_EDIT_PIXELS}
+    processor = ImageTextProcessor(transformers.Qwen2VLImageProcessorPil(size=size), parts["tokenizer"])
+    return {**parts, "processor": processor}
+
+
+def hunyuan_video15_text() -> Parts:
+    """Return the tokenizers and text encoders of HunyuanVideo-1.5: three layers of Qwen2.5-VL, and ByT5.
+
+    The pipeline prepends an instruction of 108 tokens to every prompt and drops the states of these tokens. The
+    instruction has this length if each of its words and signs is one token, and if spaces between sentences are single.
+    """
+    from diffusers import HunyuanVideo15Pipeline
+
+    parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    words = re.findall("[A-Za-z]+", parameters["system_message"].default)
+    template = CHAT_TEMPLATE.replace("{{ turn['content'] }}", "{{ turn['content'] | replace('  ', '') }}")
+    tokenizer = qwen_tokenizer(more_words=(*words, ",", ".", ":", "\u010a"), template=template)
+    config = transformers.Qwen2_5_VLTextConfig(
+        **{name: value for name, value in DECODER.items() if name not in ("head_dim", "num_hidden_layers")},
+        num_hidden_layers=3,
+        vocab_size=len(tokenizer),
+        rope_parameters=QWEN_VL_ROPE,
+        **boundary_token_ids(tokenizer),
+    )
+    byt5 = transformers.ByT5Tokenizer()
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": build_encoder("Qwen2_5_VLTextModel", config, TEXT_SEED),
+        "tokenizer_2": byt5,
+        "text_encoder_2": t5_encoder(byt5),
+    }
 
 
 def cosmos3_text() -> Parts:

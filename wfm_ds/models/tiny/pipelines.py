@@ -12,12 +12,14 @@ import diffusers
 from torch import nn
 
 from wfm_ds.models.assets.guardrail import NoGuardrail
+from wfm_ds.models.cosmos25_action_network import CosmosActionPipeline, CosmosActionTransformer3DModel
 from wfm_ds.models.tiny import encoders, sizes, vaes
 from wfm_ds.models.tiny.encoders import Parts
 from wfm_ds.models.tiny.weights import (
     amplify_cross_attention,
     amplify_text,
     build_transformer,
+    find_class,
     keep_weights,
     perturb_vectors,
     randomize_padding,
@@ -67,9 +69,9 @@ def second_wan_expert(config: Mapping[str, Any], boundary: float) -> Parts:
 class TinyPipeline:
     """The description of a tiny pipeline. The functions in its fields build the components."""
 
-    pipeline: str
-    """Name of the pipeline class in diffusers."""
-    transformer: str
+    pipeline: type | str
+    """The pipeline class, or its name in diffusers."""
+    transformer: type[nn.Module] | str
     sizes: Mapping[str, Any]
     """The config of the transformer."""
     vae: Callable[[], Any]
@@ -87,7 +89,7 @@ class TinyPipeline:
     def build(self) -> Any:
         """Return the pipeline in float32 and evaluation mode, without a safety checker."""
         parts = self.text() | self.more() | ({"safety_checker": NoGuardrail()} if self.has_guardrail else {})
-        pipeline = getattr(diffusers, self.pipeline)(
+        pipeline = find_class(self.pipeline)(
             transformer=build_transformer(self.transformer, self.sizes, change_weights=self.change_weights),
             vae=self.vae().eval(),
             scheduler=self.scheduler(),
@@ -109,6 +111,31 @@ flux2 = partial(
 wan = partial(TinyPipeline, transformer="WanTransformer3DModel", scheduler=partial(unipc, 3.0), text=encoders.wan_text)
 wan_video = partial(wan, pipeline="WanPipeline", sizes=sizes.WAN, vae=vaes.wan_vae, call=WAN_CALL)
 wan_image = partial(wan, pipeline="WanImageToVideoPipeline", vae=vaes.wan_vae)
+qwen_image = partial(
+    TinyPipeline,
+    transformer="QwenImageTransformer2DModel",
+    vae=vaes.qwen_image_vae,
+    scheduler=partial(
+        flow_match,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift=1.0,
+        shift_terminal=0.02,
+    ),
+    change_weights=partial(amplify_text, 4.0),
+    call={**IMAGE_CALL, "negative_prompt": " ", "max_sequence_length": 64},
+)
+cosmos25 = partial(
+    TinyPipeline,
+    vae=vaes.wan_vae,
+    scheduler=partial(unipc, 5.0),
+    text=encoders.qwen25vl_text,
+    call={**VIDEO_CALL, "max_sequence_length": 64},
+    has_guardrail=True,
+)
 cosmos3 = partial(
     TinyPipeline,
     pipeline="Cosmos3OmniPipeline",
@@ -148,30 +175,57 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             text=partial(encoders.qwen3_text, "Qwen3ForCausalLM", 28),
             call={**IMAGE_CALL, "max_sequence_length": 24},
         ),
+        # The untrained model of the edit quickstart, for 8 x 16 latents. The pipeline rejects sources with a side below
+        # 64 pixels.
+        "edits": flux2(
+            pipeline="Flux2KleinPipeline",
+            sizes=sizes.EDITS,
+            vae=vaes.exact_flux2_vae,
+            scheduler=partial(flow_match, shift=1.0),
+            text=partial(encoders.qwen3_text, "Qwen3ForCausalLM", 28, ("invert",)),
+            call={
+                "prompt": "invert the left digit",
+                "height": 64,
+                "width": 128,
+                "num_inference_steps": 8,
+                "guidance_scale": 1.0,
+                "max_sequence_length": 12,
+            },
+        ),
         "flux2_dev": flux2(
             pipeline="Flux2Pipeline",
             sizes=sizes.FLUX2_DEV,
             text=encoders.flux2_dev_text,
             call={**IMAGE_CALL, "max_sequence_length": 64},
         ),
-        "qwen_image": TinyPipeline(
-            pipeline="QwenImagePipeline",
-            transformer="QwenImageTransformer2DModel",
-            sizes=sizes.QWEN_IMAGE,
-            vae=vaes.qwen_image_vae,
-            scheduler=partial(
-                flow_match,
-                use_dynamic_shifting=True,
-                base_shift=0.5,
-                max_shift=0.9,
-                base_image_seq_len=256,
-                max_image_seq_len=8192,
-                shift=1.0,
-                shift_terminal=0.02,
-            ),
-            text=partial(encoders.qwen25vl_text, encoders.QWEN_IMAGE_WORDS),
+        "flux_kontext": TinyPipeline(
+            pipeline="FluxKontextPipeline",
+            transformer="FluxTransformer2DModel",
+            sizes=sizes.FLUX_KONTEXT,
+            vae=vaes.flux_vae,
+            scheduler=partial(flow_match, use_dynamic_shifting=True, shift=3.0),
+            text=partial(encoders.flux_text, 16),
             change_weights=partial(amplify_text, 4.0),
-            call={**IMAGE_CALL, "negative_prompt": " ", "max_sequence_length": 64},
+            # The network multiplies the guidance scale by 1000. In bfloat16, 4000 is exact and the default 3500 is not.
+            call={
+                **IMAGE_CALL,
+                "negative_prompt": "",
+                "max_sequence_length": 16,
+                "max_area": 32 * 32,
+                "guidance_scale": 4.0,
+            },
+        ),
+        "qwen_image": qwen_image(
+            pipeline="QwenImagePipeline",
+            sizes=sizes.QWEN_IMAGE,
+            text=partial(encoders.qwen25vl_text, encoders.QWEN_IMAGE_WORDS),
+        ),
+        "qwen_image_edit": qwen_image(
+            pipeline="QwenImageEditPipeline", sizes=sizes.QWEN_IMAGE, text=encoders.qwen_edit_text
+        ),
+        # As 2511, with time 0 for source tokens.
+        "qwen_image_edit_plus": qwen_image(
+            pipeline="QwenImageEditPlusPipeline", sizes=sizes.QWEN_IMAGE_EDIT_2511, text=encoders.qwen_edit_text
         ),
         # The pipeline uses the hidden states that enter the last layer of the text encoder.
         "z_image": TinyPipeline(
@@ -202,6 +256,37 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             text=encoders.gemma_text,
             call={**SANA_CALL, "prompt": "a red circle moving left", "frames": 5},
         ),
+        # Video with sound.
+        "ltx2": TinyPipeline(
+            pipeline="LTX2Pipeline",
+            transformer="LTX2VideoTransformer3DModel",
+            sizes=sizes.LTX2,
+            vae=vaes.ltx2_vae,
+            scheduler=partial(
+                flow_match,
+                use_dynamic_shifting=True,
+                base_shift=0.95,
+                max_shift=2.05,
+                base_image_seq_len=1024,
+                max_image_seq_len=4096,
+                shift_terminal=0.1,
+            ),
+            text=encoders.gemma3_text,
+            more=vaes.ltx2_sound_parts,
+            call={**WAN_CALL, "spatio_temporal_guidance_blocks": [1]},
+        ),
+        # The pipeline has no argument for guidance. Its guider is for guidance scale 6, as released.
+        "hunyuan_video15": TinyPipeline(
+            pipeline="HunyuanVideo15Pipeline",
+            transformer="HunyuanVideo15Transformer3DModel",
+            sizes=sizes.HUNYUAN_VIDEO15,
+            vae=vaes.hunyuan_video15_vae,
+            scheduler=partial(flow_match, shift=5.0),
+            text=encoders.hunyuan_video15_text,
+            change_weights=partial(amplify_text, 6.0),
+            more=lambda: {"guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0)},
+            call=VIDEO_CALL,
+        ),
         "sana_wm": TinyPipeline(
             pipeline="SanaWMPipeline",
             transformer="SanaWMTransformer3DModel",
@@ -212,15 +297,11 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             change_weights=randomize_zero_weights,
             call={**WAN_CALL, "chi_prompt": ["a video of "]},  # the default is long and slow to encode
         ),
-        "cosmos25": TinyPipeline(
-            pipeline="Cosmos2_5_PredictBasePipeline",
-            transformer="CosmosTransformer3DModel",
-            sizes=sizes.COSMOS25,
-            vae=vaes.wan_vae,
-            scheduler=partial(unipc, 5.0),
-            text=encoders.qwen25vl_text,
-            call={**VIDEO_CALL, "max_sequence_length": 64},
-            has_guardrail=True,
+        "cosmos25": cosmos25(
+            pipeline="Cosmos2_5_PredictBasePipeline", transformer="CosmosTransformer3DModel", sizes=sizes.COSMOS25
+        ),
+        "cosmos25_actions": cosmos25(
+            pipeline=CosmosActionPipeline, transformer=CosmosActionTransformer3DModel, sizes=sizes.COSMOS25_ACTIONS
         ),
         "cosmos3": cosmos3(sizes=sizes.COSMOS3, vae=vaes.wan_vae, scheduler=partial(unipc, 5.0), call=VIDEO_CALL),
         # The untrained model of the action quickstart.
@@ -249,6 +330,10 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
         "wan22": wan_video(more=partial(second_wan_expert, sizes.WAN, 0.875)),
         "wan22_i2v": wan_image(
             sizes=sizes.WAN_IMAGE, more=partial(second_wan_expert, sizes.WAN_IMAGE, 0.9), call=WAN_CALL
+        ),
+        # Each block has a control block.
+        "wan_vace": wan_video(
+            pipeline="WanVACEPipeline", transformer="WanVACETransformer3DModel", sizes=sizes.WAN_VACE
         ),
         # One timestep per token.
         "wan22_ti2v": wan_video(vae=vaes.wan22_ti2v_vae, more=partial(dict, expand_timesteps=True)),

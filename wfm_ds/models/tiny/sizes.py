@@ -53,6 +53,63 @@ FLUX2 = set_sizes(
     guidance_embeds=False,
 )
 FLUX2_DEV = set_sizes(FLUX2, guidance_embeds=True)
+# 0.3 million parameters. An image has 32 tokens of 4 numbers each, and so has its source. The high rotary frequencies
+# let a token find the token at the same position of the source, which is hard to learn with the default frequencies.
+EDITS = set_sizes(
+    FLUX2,
+    in_channels=4,
+    num_layers=2,
+    num_attention_heads=4,
+    axes_dims_rope=(2, 6, 6, 2),
+    rope_theta=5,
+)
+# As LTX-2.3, with gates, a second time embedding for texts, and blocks that can skip self-attention.
+LTX2 = set_sizes(
+    in_channels=4,
+    out_channels=4,
+    num_attention_heads=2,
+    attention_head_dim=16,
+    cross_attention_dim=32,
+    vae_scale_factors=(2, 8, 8),
+    audio_in_channels=4,
+    audio_out_channels=4,
+    audio_num_attention_heads=2,
+    audio_attention_head_dim=8,
+    audio_cross_attention_dim=16,
+    num_layers=2,
+    caption_channels=32,
+    rope_type="split",
+    rope_double_precision=False,
+    gated_attn=True,
+    cross_attn_mod=True,
+    audio_gated_attn=True,
+    audio_cross_attn_mod=True,
+    perturbed_attn=True,
+)
+HUNYUAN_VIDEO15 = set_sizes(
+    in_channels=9,  # 4 latent channels, 4 of conditioning frames and their mask
+    out_channels=4,
+    num_attention_heads=2,
+    attention_head_dim=16,
+    num_layers=2,
+    num_refiner_layers=1,
+    text_embed_dim=32,
+    text_embed_2_dim=64,
+    image_embed_dim=16,
+    rope_axes_dim=(4, 6, 6),
+    task_type="t2v",
+)
+FLUX_KONTEXT = set_sizes(
+    in_channels=16,
+    num_layers=1,
+    num_single_layers=1,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=64,
+    pooled_projection_dim=32,
+    guidance_embeds=True,
+    axes_dims_rope=(4, 6, 6),
+)
 SANA = set_sizes(
     in_channels=4,
     out_channels=4,
@@ -81,6 +138,7 @@ WAN = set_sizes(
     rope_max_seq_len=32,
 )
 WAN_IMAGE = set_sizes(WAN, in_channels=12)  # four latents, four frame masks, four image latents
+WAN_VACE = set_sizes(WAN, vace_layers=[0, 1], vace_in_channels=2 * 4 + 8**2)  # latents and the mask of 8 x 8 pixels
 WAN21_IMAGE = set_sizes(WAN_IMAGE, image_dim=16, added_kv_proj_dim=32)
 # 0.6 million parameters, 32 tokens per video. A token has 16 numbers, few relative to the width of 96. With 64 numbers
 # per token, the model did not learn shapes.
@@ -125,6 +183,7 @@ QWEN_IMAGE = set_sizes(
     joint_attention_dim=32,
     axes_dims_rope=(8, 4, 4),
 )
+QWEN_IMAGE_EDIT_2511 = set_sizes(QWEN_IMAGE, zero_cond_t=True)
 Z_IMAGE = set_sizes(
     in_channels=4,
     dim=32,
@@ -166,3 +225,4 @@ COSMOS25 = set_sizes(
     crossattn_proj_in_channels=64,  # both layers of the text encoder
     encoder_hidden_states_channels=32,
 )
+COSMOS25_ACTIONS = set_sizes(COSMOS25, action_dim=3, action_hidden_size=64)  # as in `wfm data brightness`

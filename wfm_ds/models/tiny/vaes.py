@@ -1,4 +1,4 @@
-"""VAEs of the tiny pipelines: random VAEs, and two VAEs of the quickstarts with latents equal to the pixels."""
+"""VAEs of the tiny pipelines: random VAEs, and three VAEs of the quickstarts with latents equal to the pixels."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ WAN_VAE: Mapping[str, Any] = MappingProxyType(
 EXACT_WIDTH = 9
 CONSTANT_CHANNEL = EXACT_WIDTH - 1  # the channel with a constant value
 CONSTANT = 1e4
+FLUX2_CONSTANT = 256.0
+SOUND_GAIN = 2.5  # the sound of a random vocoder is nearly constant
 QWEN_OUTPUT_GAIN = 3.0  # images of a random decoder are nearly grey; two training steps would not change 8-bit values
 
 
@@ -51,6 +53,10 @@ def image_vae(class_name: str = "AutoencoderKL", *, widths: tuple[int, ...], **c
 
 def sd3_vae() -> Any:
     return image_vae(widths=(8, 16), shift_factor=0.0609, scaling_factor=1.5305, force_upcast=False)
+
+
+def flux_vae() -> Any:
+    return image_vae(widths=(8, 16), shift_factor=0.1159, scaling_factor=0.3611)
 
 
 def z_image_vae() -> Any:
@@ -143,6 +149,43 @@ def ltx2_vae() -> Any:
     return vae
 
 
+def hunyuan_video15_vae() -> Any:
+    """Return a random video VAE with spatial factor 16 and temporal factor 4."""
+    with temporary_seed(SEED):
+        return diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=4, block_out_channels=(16,) * 5, layers_per_block=1, scaling_factor=1.03682
+        )
+
+
+def ltx2_sound_parts() -> dict[str, Any]:
+    """Return the random audio VAE and vocoder of LTX-2. The sound has two channels and 8000 samples per second."""
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+
+    with temporary_seed(SEED):
+        audio_vae = diffusers.AutoencoderKLLTX2Audio(
+            base_channels=4,
+            ch_mult=(1, 1, 1),  # the encoder divides frames and mel bins by 4
+            num_res_blocks=1,
+            resolution=32,
+            latent_channels=2,
+            mel_bins=8,
+        )
+        audio_vae.latents_mean.copy_(0.3 * torch.randn(4))
+        audio_vae.latents_std.copy_(0.5 + torch.rand(4))
+        vocoder = LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=32,
+            upsample_kernel_sizes=[16, 20],
+            upsample_factors=[8, 10],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3, 5]],
+            output_sampling_rate=8000,
+        )
+        for name, parameter in vocoder.named_parameters():
+            parameter.data.mul_(0.0 if name.endswith("bias") else SOUND_GAIN)
+    return {"audio_vae": audio_vae.eval(), "vocoder": vocoder.eval()}
+
+
 def identity_vae() -> Any:
     """Return a VAE with latents equal to the pixels in [-1, 1]. Encoding and decoding are exact to 1e-4.
 
@@ -171,6 +214,45 @@ def identity_vae() -> Any:
             decoder[1].weight[i, i, 1, 1], decoder[1].weight[i, i + 3, 1, 1] = 10.0, -10.0
             decoder[1].bias[i] = 0.5
     return vae
+
+
+def exact_flux2_vae() -> Any:
+    """Return a FLUX.2 VAE with latents equal to the pixels.
+
+    Encoding and decoding are exact to 1e-4 for grey images in [-1, 1] that are constant on cells of 8 x 8 pixels. The
+    single latent channel contains the mean of each cell. Of the four hidden channels, 0 contains x and 1 contains -x,
+    because silu(x) - silu(-x) = x. Channels 2 and 3 are large constants of opposite sign, so that norms only scale by a
+    constant.
+    """
+    vae = diffusers.AutoencoderKLFlux2(
+        latent_channels=1,
+        block_out_channels=(4,) * 4,
+        layers_per_block=0,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
+    encoder, decoder = vae.encoder, vae.decoder
+    downsamplers = [block.downsamplers[0].conv for block in encoder.down_blocks[:-1]]
+    upsamplers = [block.upsamplers[0].conv for block in decoder.up_blocks[:-1]]
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.zero_()
+        for network in (encoder, decoder):
+            network.conv_in.weight[0, :, 1, 1] = 1 / network.conv_in.in_channels
+            network.conv_in.weight[1, :, 1, 1] = -1 / network.conv_in.in_channels
+            network.conv_in.bias[2], network.conv_in.bias[3] = FLUX2_CONSTANT, -FLUX2_CONSTANT
+            network.conv_norm_out.weight.fill_(FLUX2_CONSTANT / 2**0.5)  # the divisor of the norm
+        for channel in range(4):
+            for conv in downsamplers:
+                conv.weight[channel, channel, :2, :2] = 0.25
+            for conv in upsamplers:
+                conv.weight[channel, channel, 1, 1] = 1.0
+        encoder.conv_out.weight[0, 0, 1, 1], encoder.conv_out.weight[0, 1, 1, 1] = 1.0, -1.0
+        encoder.conv_out.bias[1] = -30.0  # log variance: almost zero variance
+        decoder.conv_out.weight[:, 0, 1, 1], decoder.conv_out.weight[:, 1, 1, 1] = 1.0, -1.0
+    return vae.eval()
 
 
 def exact_vae() -> Any:

@@ -55,19 +55,25 @@ def randomize_zero_weights(transformer: nn.Module) -> None:
 
 
 def build_transformer(
-    class_name: str,
+    class_or_name: type[nn.Module] | str,
     sizes: Mapping[str, Any],
     seed: int = TRANSFORMER_SEED,
     change_weights: Callable[[nn.Module], None] = keep_weights,
 ) -> Any:
-    """Return a random diffusers transformer in evaluation mode.
+    """Return a random transformer in evaluation mode.
 
+    class_or_name: its class, or the name of its class in diffusers.
     change_weights: function that modifies the new transformer in place. Random numbers that it draws depend on `seed`.
     """
     with temporary_seed(seed):
-        transformer = getattr(diffusers, class_name)(**sizes)
+        transformer = find_class(class_or_name)(**sizes)
         change_weights(transformer)
     return transformer.eval()
+
+
+def find_class(class_or_name: type | str) -> Any:
+    """Return a class, or the class of diffusers with this name."""
+    return getattr(diffusers, class_or_name) if isinstance(class_or_name, str) else class_or_name
 
 
 def build_encoder(class_name: str, config: Any, seed: int) -> Any:

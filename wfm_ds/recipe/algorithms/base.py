@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
+from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms.advantages import AdvantageSettings
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.rollout import MAX_CHUNK, RolloutRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
-from wfm_ds.recipe.section import Decay, Section, UserAddress
+from wfm_ds.recipe.section import Decay, Section, UserAddress, value_form
 from wfm_ds.recipe.sections import (
     EmaRecipe,
     EngineRecipe,
@@ -68,6 +78,9 @@ class ModelProperties(Protocol):
 
         Raises ModelError if the scheduler has no shift.
         """
+
+    def stream_sizes(self, sampling: SamplingRecipe, /) -> Mapping[str, int]:
+        """Return {stream: number of latent elements} of a sample with several streams, otherwise {}."""
 
     def check_sampling(self, sampling: SamplingRecipe, /) -> None:
         """Raise ModelError if the model does not support the sampling settings, such as guidance."""
@@ -148,6 +161,16 @@ class AlgorithmSettings(Section):
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train `model` with these settings."""
 
+    def check_streams(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
+        """Raise RecipeError if the model has several streams of latents, such as video and sound, and this algorithm
+        cannot train them.
+        """
+        if streams := model.stream_sizes(sampling):
+            raise RecipeError(
+                f"algorithm {self.name} does not support {model.family} yet, which generates {' and '.join(streams)}: "
+                "use sft, dpo, diffusion_nft or flow_grpo"
+            )
+
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise UserError if this algorithm cannot train on these prompts."""
 
@@ -162,6 +185,23 @@ class AlgorithmSettings(Section):
                 f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
             )
         return self
+
+
+class StreamKeys(AlgorithmSettings):
+    """Keys of algorithms that can train models of video with sound."""
+
+    stream_weights: Annotated[
+        Annotated[Literal["equal", "elements"], Tag("scalar")]
+        | Annotated[dict[Literal["audio"], NonNegativeFloat], Tag("mapping")],
+        Discriminator(value_form),
+    ] = "equal"
+    """LTX-2: weights of video and sound in losses and log-probabilities. `equal`: the mean of the two means.
+    `elements`: the mean over all elements of the latents; the sound has about 2 % of them. A mapping such as `{audio:
+    0.5}` sets the weight of the sound, if that of the video is 1. 0: train on the video only."""
+
+    def check_streams(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
+        if self.non_default_keys("stream_weights") and not model.stream_sizes(sampling):
+            raise RecipeError(f"algorithm.stream_weights: {model.family} generates no sound: remove the key")
 
 
 class RolloutSettings(AlgorithmSettings):
@@ -355,6 +395,10 @@ class ConditioningFrameKeys(RolloutSettings):
 
 class ConditioningFramesSettings(ConditioningFrameKeys, RlSettings):
     """Keys of RL algorithms that can condition generated samples on frames of the data set."""
+
+
+class StreamSettings(StreamKeys, ConditioningFramesSettings):
+    """Keys of RL algorithms that can train models of video with sound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, RecipeSections, count_of_fraction
+from wfm_ds.recipe.algorithms.base import RecipeSections, StreamSettings, count_of_fraction
 from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS, SamplingRecipe
 
 
-class FlowGrpoAlgorithm(ConditioningFramesSettings):
+class FlowGrpoAlgorithm(StreamSettings):
     """Policy gradient on the denoising steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470). Keys of this section
     and of `sampling` select Flow-GRPO-Fast, MixGRPO, DanceGRPO, GRPO-Guard or Flow-DPPO."""
 
@@ -57,6 +57,10 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     log_prob: Literal["published", "gaussian"] = "published"
     """With `sampling.solver: cps`: `published` omits the variance and the constant of the log-probability; `gaussian`
     is exact. Each needs its own value of `clip_ratio`."""
+    reuse_guidance: bool = False
+    """True: the first update runs only the conditional pass, and takes the predictions of the other guidance passes
+    from the rollout, which has the same weights. If rollouts and training use batches of the same size, the results are
+    the same. Each sample stores one more latent tensor per pass and stored step."""
     min_step_std: NonNegativeFloat = 0.05
     """Minimum noise std of trained steps; below it, rounding errors dominate the ratio, and the run stops. 0: no
     minimum."""
@@ -92,8 +96,25 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
             self.require_defaults(
                 "max_drift", unless="rollout.mode: async, max_staleness above 0 and old_log_prob: auto or recompute"
             )
+        if self.reuse_guidance:
+            self._check_reuse(recipe)
         if self.kl_beta > 0 and self.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type: flow_grpo is not defined for sampling.solver cps: set it to gaussian")
+
+    def _check_reuse(self, recipe: RecipeSections) -> None:
+        sampling, rollout = recipe.sampling, recipe.rl.rollout
+        if not sampling.uses_guidance():
+            raise ValueError("algorithm.reuse_guidance needs sampling.guidance_scale above 1: remove one of the keys")
+        obstacles = {
+            "rollout.mode: async": rollout.mode == "async",
+            "rollout.max_refills": rollout.max_refills > 0,
+            "sampling.explore": sampling.explore is not None,
+            "sampling.guidance.interval": sampling.guidance.interval != (0.0, 1.0),
+            "sampling.guidance.skip_layers": bool(sampling.guidance.skip_layers),
+            "sampling.guidance_scale_low: 1": sampling.guidance_scale_low == 1,
+        }
+        if used := [key for key, is_used in obstacles.items() if is_used]:
+            raise ValueError(f"algorithm.reuse_guidance does not support {used[0]}: remove one of the keys")
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> FlowGrpoAlgorithm:

@@ -15,13 +15,13 @@ from pydantic import (
     model_validator,
 )
 
-from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, ModelProperties, RecipeSections, count_of_fraction
+from wfm_ds.recipe.algorithms.base import ModelProperties, RecipeSections, StreamSettings, count_of_fraction
 from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Decay, Section, value_form
 
 
-class ForwardProcessSettings(ConditioningFramesSettings):
+class ForwardProcessSettings(StreamSettings):
     """Keys of RL algorithms on the forward process: they add noise to clean rollout samples and train on them."""
 
     levels: Literal["grid", "stratified"] = "grid"

@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import AlgorithmSettings, ModelProperties
+from wfm_ds.recipe.algorithms.base import ModelProperties, StreamKeys
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
-class SupervisedSettings(AlgorithmSettings):
+class SupervisedSettings(StreamKeys):
     """Keys of all supervised algorithms of diffusion models: noise levels and conditioning frames."""
 
     timestep_density: Literal["logit_normal", "uniform", "mode"] = "logit_normal"

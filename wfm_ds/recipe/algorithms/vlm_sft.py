@@ -44,5 +44,6 @@ class VlmSftAlgorithm(AlgorithmSettings):
             *("fp8_training", "embedded_guidance"),
             unless="a diffusion model",
         )
+        recipe.engine.require_defaults("fused_norms", unless="a diffusion model")
         if recipe.engine.compile:
             raise ValueError("engine.compile is not for vlm_sft, its sequence lengths vary: remove the key")

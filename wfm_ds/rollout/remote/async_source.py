@@ -101,6 +101,7 @@ class AsyncSource:
         for admitted_step in self.job.world.broadcast(admitted):
             read = self.groups.step_groups(admitted_step)
             groups = gather_recordings(self.job, gather_conditioning_frames(self.job, read))
+            groups = gather_media(self.job, groups)
             self._groups[admitted_step] = [dataclasses.replace(group, recording=None) for group in read]
             if self.scheduler is not None:
                 self.scheduler.submit_step(admitted_step, groups)
@@ -321,6 +322,27 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
             frames = np.empty((1 + bool(group.history_seeds), *recording.shape[1:]), np.uint8)
         frames = send_to_main(job, g, torch.from_numpy(frames)).numpy()
         complete.append(dataclasses.replace(group, recording=frames))
+    return complete
+
+
+def gather_media(job: Job, groups: Sequence[Group]) -> list[Group]:
+    """Return copies of all groups of the step. On rank 0, the prompts of all copies have their images and videos.
+
+    All ranks must call this.
+    """
+    names = job.recipe.data.media_inputs
+    if not names:
+        return list(groups)
+    # All media of an input have the same size, because async rollouts have a single size.
+    local = next(group.prompt.inputs for group in groups if names[0] in group.prompt.inputs)
+    complete: list[Group] = []
+    for g, group in enumerate(groups):
+        media = {
+            name: send_to_main(job, g, torch.from_numpy(group.prompt.inputs.get(name, np.empty_like(local[name]))))
+            for name in names
+        }
+        inputs = {**group.prompt.inputs, **{name: tensor.numpy() for name, tensor in media.items()}}
+        complete.append(dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, inputs=inputs)))
     return complete
 
 

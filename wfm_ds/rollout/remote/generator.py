@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,6 @@ from wfm_ds.rollout.remote.weights import PolicyWeights
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.transport.worker import ReportProgress, TaskFailed
 
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedChunk:
@@ -36,6 +34,43 @@ class GeneratedChunk:
     trajectory: Trajectory
     images: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
     is_finite: Sequence[bool]
+    sound: npt.NDArray[np.float32] | None  # [n, channels, samples], see Sampler.decode_sound. None: not decoded
+
+
+class CompletedForwards:
+    """Reports how many forward passes of a chunk the device has completed.
+
+    The launch of a forward pass does not count as progress: with CUDA graphs, the host launches a whole chunk within
+    milliseconds and then waits until the device has computed it.
+    """
+
+    def __init__(self, device: torch.device, report: ReportProgress) -> None:
+        self._device, self._report = device, report
+        self._launched: deque[Any] = deque()  # one CUDA event for the end of each forward pass
+        self._num_completed = 0
+
+    def add_launch(self) -> None:
+        """Add a forward pass that was launched just now. Reports completed forward passes without waiting."""
+        if self._device.type != "cuda":
+            self._report_one()
+            return
+        cuda: Any = torch.cuda  # its events are untyped
+        event = cuda.Event(blocking=True)  # a wait for it does not keep a CPU core busy
+        event.record(cuda.current_stream(self._device))
+        self._launched.append(event)
+        while self._launched and self._launched[0].query():
+            self._launched.popleft()
+            self._report_one()
+
+    def wait(self) -> None:
+        """Wait for all launched forward passes. Reports each one as soon as the device has completed it."""
+        while self._launched:
+            self._launched.popleft().synchronize()
+            self._report_one()
+
+    def _report_one(self) -> None:
+        self._num_completed += 1
+        self._report(self._num_completed, self._num_completed)
 
 
 class ChunkGenerator:
@@ -68,23 +103,25 @@ class ChunkGenerator:
         self.algorithm, self.weights, self._on_chunk_start = algorithm, weights, on_chunk_start
         self.walker = None
         if layout is not None:
-            self.walker = HistoryWalker(self.sampler, layout, self.sampler.decode_to_uint8)
-        self._progress: ReportProgress | None = None  # of the current chunk
+            self.walker = HistoryWalker(self.sampler, layout, self._decode_history)
+        self._completed: CompletedForwards | None = None  # of the current chunk
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
+    def generate_chunk(
+        self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress, *, with_sound: bool = False
+    ) -> GeneratedChunk:
         """Denoise and decode a task's samples as one batch. Thread-safe.
 
         progress: function that is called with the number of completed forward passes.
+        with_sound: whether to decode the sound too.
         Raises TaskFailed if the task has a history or a recording, but this worker has no layout.
         """
         group = task.samples[0].group
         if self.walker is None and (group.history_seeds or group.recording is not None):
             raise TaskFailed("the task has a history or a recording, but this worker's recipe has none", fatal=True)
         with self._lock:
-            self._progress = progress
-            self._forward.reset_counts()
+            completed = self._completed = CompletedForwards(self.sampler.model.device, progress)
             publication = self.weights.load_publication(manifest)
             if self._on_chunk_start is not None:
                 self._on_chunk_start()
@@ -102,15 +139,29 @@ class ChunkGenerator:
                 conditional_frames=stack_conditioning_frames([group] * len(samples)),
             )
             decoding = self.sampler.start_decoding(trajectory.clean_latents)
-        images, is_finite = decoding.wait()  # on a GPU this overlaps with the next lane's denoising
+            if with_sound:
+                completed.wait()  # decoding of sound waits for the latents
+            sound = self.sampler.decode_sound(trajectory.clean_latents) if with_sound else None
+        # On a GPU, the next lane denoises in the meantime.
+        completed.wait()
+        images, is_finite = decoding.wait()
         return GeneratedChunk(
-            publication=publication, group=group, trajectory=trajectory, images=images, is_finite=is_finite
+            publication=publication,
+            group=group,
+            trajectory=trajectory,
+            images=images,
+            is_finite=is_finite,
+            sound=sound,
         )
 
-    def _forward_with_progress(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
-    ) -> Tensor:
-        done = self._forward.counts.total() + 1
-        assert self._progress is not None
-        self._progress(done, done)  # otherwise the trainer would requeue the chunk
-        return self._forward(purpose, latents, sigma, conditioning, expert)
+    def _forward_with_progress(self, purpose: str, *arguments: Any) -> Tensor:
+        """Run a forward pass. arguments: the arguments of `denoise`."""
+        velocity = self._forward(purpose, *arguments)
+        assert self._completed is not None
+        self._completed.add_launch()  # without reports, the trainer would requeue the chunk
+        return velocity
+
+    def _decode_history(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+        assert self._completed is not None
+        self._completed.wait()
+        return self.sampler.decode_to_uint8(latents)

@@ -33,9 +33,12 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     if recipe.rl.algorithm.compares_log_probs:
         # Log-probabilities of two attention kernels may differ by more than the clip range.
         plain["model.attention and engine.compile"] = [current_kernel(model.unwrapped_denoiser), recipe.engine.compile]
+        plain["engine.fused_norms"] = recipe.engine.fused_norms
     plain["rollout.base_precision"] = recipe.rollout_precision
     plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
     plain["rollout.history"] = recipe.rl.rollout.history.clips > 0
+    plain["data.inputs"] = sorted([*recipe.data.inputs, *recipe.data.reward_inputs])
+    plain["data.source_size"] = recipe.data.source_size
     plain["run.seed"] = recipe.run.seed
     plain["classes of your own"] = hash_user_classes(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]

@@ -16,7 +16,7 @@ from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group, RolloutSample, replace_nonfinite_values
 from wfm_ds.rollout.histories import conditioning_tensor
 from wfm_ds.sampling.denoise import SamplingPlan, StoredStep, Trajectory
-from wfm_ds.types import Rollout, Transition
+from wfm_ds.types import MEDIA_INPUTS, Rollout, Transition
 
 NamedArrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
@@ -76,8 +76,10 @@ class ChunkTask:
             if recording.ndim != 5 or recording.dtype != np.uint8:
                 raise ValueError(f"invalid recording: {list(recording.shape)} {recording.dtype}")
         inputs = {str(input_row["input"]): array for input_row, array in zip(input_rows, arrays[1:], strict=True)}
-        if any(array.dtype != np.float32 for array in inputs.values()):
-            raise ValueError("inputs must be float32")
+        for name, array in inputs.items():
+            dtype = np.uint8 if name in MEDIA_INPUTS else np.float32
+            if array.dtype != dtype:
+                raise ValueError(f"input {name} must be {np.dtype(dtype).name}, got {array.dtype}")
         prompt, data = replace(unpack_prompt(row["prompt"]), inputs=inputs), None
         if arrays and "latent_frames" in row:
             frames = arrays[0]

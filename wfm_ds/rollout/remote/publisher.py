@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import UserError
 from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weight_files import create_part_folders, plan_weight_files, write_weight_files
 from wfm_ds.export.weights import LORA_FOLDER, export_weights
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.job import Job
@@ -23,7 +28,7 @@ from wfm_ds.transport.broker import Broker
 class PolicyFile:
     name: str  # path relative to the publication's folder
     num_bytes: int
-    sha256: str
+    xxh3: str  # see `hash_file`
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class PolicyManifest:
     files: tuple[PolicyFile, ...]
 
     def to_json(self) -> dict[str, Any]:
-        files = [[f.name, f.num_bytes, f.sha256] for f in self.files]
+        files = [[f.name, f.num_bytes, f.xxh3] for f in self.files]
         return {"life": self.session_id, "publication": self.publication, "folder": self.folder, "files": files}
 
     @classmethod
@@ -48,7 +53,7 @@ class PolicyManifest:
 
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
-        files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
+        files = tuple(PolicyFile(name, num_bytes, xxh3) for name, num_bytes, xxh3 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
     def offer_name(self, file: PolicyFile) -> str:
@@ -75,13 +80,21 @@ class PolicyPublisher:
         self.num_retained = job.recipe.rl.rollout.max_staleness + 2
         if broker is not None:
             shutil.rmtree(self.root, ignore_errors=True)
+        self.writers = [0] if job.engine.uses_lora else find_writers(job.world, self.root)
 
     def publish(self, publication: int) -> None:
         """Export the policy and announce it. All ranks must call this.
 
         Raises UserError on all ranks if the files cannot be written.
         """
-        job, folder = self.job, self.root / f"v{publication:06d}"
+        folder = self.root / f"v{publication:06d}"
+        files = self._write_adapter(folder) if self.job.engine.uses_lora else self._write_full_weights(folder)
+        if self.broker is not None:
+            self._announce_files(folder, publication, files)
+
+    def _write_adapter(self, folder: Path) -> tuple[PolicyFile, ...]:
+        """Write the LoRA. Return its files on rank 0."""
+        job = self.job
         job.world.run_checked(
             lambda: export_weights(
                 ExportTarget.from_model(job.model),
@@ -90,17 +103,33 @@ class PolicyPublisher:
                 policy=self.policy,
                 dtype=job.model.dtype,
                 is_main=job.world.is_main,
-                trained_only=True,
+                for_workers=True,
             )
         )
-        job.world.run_checked(lambda: self._announce_files(folder, publication), on="main")
+        return job.world.run_checked(lambda: list_policy_files(folder), on="main") or ()
 
-    def _announce_files(self, folder: Path, publication: int) -> None:
-        assert self.broker is not None
+    def _write_full_weights(self, folder: Path) -> tuple[PolicyFile, ...]:
+        """Write the denoiser: each rank in `writers` writes and hashes its own files. Return all files on each rank."""
+        job, world, target = self.job, self.job.world, ExportTarget.from_model(self.job.model)
+        plan = plan_weight_files(target, job.model.dtype, self.writers)
+
+        def write_own_files() -> list[list[Any]]:
+            paths = write_weight_files(
+                target, job.engine, plan, folder, policy=self.policy, dtype=job.model.dtype, rank=world.rank
+            )
+            return [[f.name, f.num_bytes, f.xxh3] for f in describe_files(folder, paths)]
+
         try:
-            files = list_policy_files(folder)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be read ({error}): check the disk") from error
+            world.run_checked(lambda: create_part_folders(target, plan, folder), on="main")
+            rows = world.gather(world.run_checked(write_own_files))
+        except UserError:
+            if world.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return tuple(PolicyFile(*row) for rank_rows in rows for row in rank_rows)
+
+    def _announce_files(self, folder: Path, publication: int, files: tuple[PolicyFile, ...]) -> None:
+        assert self.broker is not None
         newest = PolicyManifest(self.session_id, publication, str(folder.absolute()), files)
         self.retained.append(newest)
         expired, self.retained = self.retained[: -self.num_retained], self.retained[-self.num_retained :]
@@ -123,22 +152,65 @@ def remove_publications(recipe: Recipe) -> None:
     shutil.rmtree(publications_folder(recipe), ignore_errors=True)
 
 
+def find_writers(world: World, root: Path) -> list[int]:
+    """Return the ranks that can write to rank 0's folder `root`, which may be on a disk of one machine, or read-only on
+    others.
+
+    All ranks must call this. Raises UserError if rank 0 cannot write to the folder.
+    """
+    probe = root / f"writers-{world.broadcast(secrets.token_hex(8))}"
+    world.run_checked(lambda: create_folder(probe), on="main")
+    writers = [rank for rank, can_write in enumerate(world.gather(can_create(probe / str(world.rank)))) if can_write]
+    if world.is_main:
+        shutil.rmtree(probe, ignore_errors=True)
+    return writers
+
+
+def create_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{folder.parent} cannot be written ({error}): fix the folder") from error
+
+
+def can_create(file: Path) -> bool:
+    try:
+        file.touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
 def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
-    """Return name, size and hash of each weight file in a folder. Raises OSError if a file cannot be read."""
-    paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
-    return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
+    """Return name, size and hash of each weight file in a folder. Raises UserError if a file cannot be read."""
+    return describe_files(
+        folder, [*sorted(folder.rglob("*.safetensors")), *sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))]
+    )
+
+
+def describe_files(folder: Path, paths: Sequence[Path]) -> tuple[PolicyFile, ...]:
+    """Return name, size and hash of files in a folder. Raises UserError if a file cannot be read."""
+    try:
+        return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error}): check the disk") from error
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 hex digest of a file. Raises OSError if it cannot be read."""
+    """Return the XXH3 hash (128 bits) of a file as hex digits. Raises OSError if the file cannot be read.
+
+    The hash detects incomplete, stale and wrong files, such as files of another run at the same path. It is not a
+    protection against attackers, and a cryptographic hash would not be one either: the worker opens a shared file again
+    after the check, so whoever can write to the folder can replace it. Keys protect weights that are sent.
+    """
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
-            hash_file(folder / f.name) == f.sha256 for f in files
+            hash_file(folder / f.name) == f.xxh3 for f in files
         )
     except OSError:
         return False

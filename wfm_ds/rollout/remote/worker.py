@@ -184,7 +184,9 @@ def build_generator(
     from wfm_ds.engine.base_precision import quantise_base
     from wfm_ds.engine.block_compilation import compile_blocks
     from wfm_ds.engine.cuda_graphs import ReplayingNetwork
+    from wfm_ds.engine.fp8_linear import set_fast_accumulation
     from wfm_ds.engine.fp8_training import train_in_float8
+    from wfm_ds.engine.fused_norms import fuse_norms
     from wfm_ds.engine.preparation import move_weights
     from wfm_ds.models.assets.cache_cleanup import remove_temporary_files
     from wfm_ds.models.assets.loading import select_device
@@ -200,6 +202,7 @@ def build_generator(
     with device_context(torch_device):
         model = load_model(recipe, torch_device)
         quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, torch_device)
+        set_fast_accumulation(model.denoiser, not recipe.rl.algorithm.compares_log_probs)
         move_weights(model.denoiser, model.dtype, torch_device)
         train_in_float8(model.denoiser, model.block_classes, recipe.model.fp8_training, model.dtype, torch_device)
         kernel = attention_kernels.choose_kernel(
@@ -214,10 +217,13 @@ def build_generator(
     texts = TextCache(model, store=store if store is not None and open_store_folder(store, required=False) else None)
     if texts.folder is not None:  # if the trainer has filled this folder, the text encoders are not needed
         model.move_text_encoders("cpu")
-    algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling))
+    algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling), model)
     weights = PolicyWeights(model, client, lora=recipe.lora is not None, merge=recipe.rl.rollout.merge_lora)
+    if recipe.engine.fused_norms:
+        fuse_norms(model.denoiser)
     if recipe.engine.compile:
-        compile_blocks(model.denoiser, model.block_classes)
+        compares = recipe.rl.algorithm.compares_log_probs
+        compile_blocks(model.denoiser, model.block_classes, same_sums=compares)
     on_chunk_start = None
     if recipe.rl.rollout.cuda_graph:
         network: Any = ReplayingNetwork(model.denoiser)
@@ -330,7 +336,9 @@ class WorkerLanes:
                     device, lambda phase: suggest_keys_after_oom(self.recipe, phase, num_ranks=1), lambda: "rollout"
                 ),
             ):
-                generated = self.generator.generate_chunk(work, manifest, progress)
+                generated = self.generator.generate_chunk(
+                    work, manifest, progress, with_sound=bool(rewards.sound_rewards)
+                )
         except OutOfMemory as error:
             self.error = error
             for worker in self.lease_workers:
@@ -345,6 +353,8 @@ class WorkerLanes:
             [group.prompt] * len(samples),
             self.recipe.sampling.fps if is_video else None,
             [group.reference] * len(samples),
+            generated.sound,
+            self.generator.sampler.model.sound_rate,
         )
         layout, arrays = pack_trajectory(generated.trajectory)
         arrays = [*arrays, *pack_history(group)]

@@ -1,0 +1,101 @@
+"""Gradient checkpointing of the denoiser's transformer blocks, with or without recomputed attention."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from wfm_ds.recipe.shared_defaults import Checkpointing
+
+ATTENTION_OPERATORS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flash_attn::_flash_attn_forward",
+        *("flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd"),  # FlashAttention-3, newer and older versions
+    }
+)
+"""Fused attention operators. Their backward passes read their inputs and outputs only."""
+
+Outputs: TypeAlias = deque[Any]
+
+
+def enable_checkpointing(denoiser: nn.Module, setting: Checkpointing) -> None:
+    """Enable gradient checkpointing of the transformer blocks. setting: value of model.gradient_checkpointing."""
+    module: Any = denoiser
+    if setting == "attention":
+        module.enable_gradient_checkpointing(checkpoint_except_attention)
+    elif setting:
+        module.enable_gradient_checkpointing()
+
+
+def checkpoint_except_attention(block: nn.Module, *args: Any) -> Any:
+    """Run a block. Its backward pass recomputes all activations except the attention outputs of `keeps_output`."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, context_fn=_share_outputs)
+
+
+@functools.cache
+def is_fused_attention(operator: Any) -> bool:
+    return operator.name().partition(".")[0] in ATTENTION_OPERATORS
+
+
+def keeps_output(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether checkpoint_except_attention keeps the output of this operator.
+
+    Attention over fewer keys than queries, such as cross-attention to texts, is recomputed: its output takes as much
+    memory as the output of self-attention, and recomputing it takes much less time. Attention with dropout is
+    recomputed, because later random numbers of the block depend on it.
+    """
+    if not is_fused_attention(operator):
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    query, key = args[0], args[1]
+    axis = 1 if names[0] == "q" else 2  # flash_attn: [B,S,H,D], torch: [B,H,S,D]
+    return bool(key.shape[axis] >= query.shape[axis]) and not values.get("dropout_p")
+
+
+def _share_outputs() -> tuple[_KeepOutputs, _ReuseOutputs]:
+    outputs: Outputs = deque()
+    return _KeepOutputs(outputs), _ReuseOutputs(outputs)
+
+
+# torch's create_selective_checkpoint_contexts requires that both passes call equally many operators of each type. At
+# ZeRO-3, they do not: DeepSpeed gathers weights inside the block and prefetches others at different times.
+
+
+class _KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, outputs: Outputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if keeps_output(func, args, kwargs or {}):
+            # Autograd attaches a graph to the result. The kept tensors must not reference this graph.
+            self._outputs.append(tree_map(_detach, result))
+        return result
+
+
+class _ReuseOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, outputs: Outputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._outputs and keeps_output(func, args, kwargs or {}):
+            return self._outputs.popleft()
+        return func(*args, **(kwargs or {}))
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
