@@ -32,7 +32,7 @@ from wfm_kernels.norms import rms_norm_operator
 RECIPES, NUM_RANKS = ("sd3_nft", "sd3_flow_grpo"), 8
 FAMILIES = (
     *("sd35m", "sana", "qwen_image", "z_image", "flux_kontext", "flux2_klein", "flux2_dev"),
-    *("cosmos3_nano", "cosmos2b", "hunyuan_video15"),
+    *("cosmos3_nano", "cosmos2b", "hunyuan_video15", "ltx2", "sana_wm"),
     *("sana_video", "wan1.3b", "wan14b", "ti2v5b", "wan_vace"),
 )
 Counted: TypeAlias = tuple[int, int, float]  # launches, bytes, least seconds

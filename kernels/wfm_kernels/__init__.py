@@ -2,7 +2,7 @@
 
 from wfm_kernels.coefficients import sde_coefficients
 from wfm_kernels.noise import NOISE_CONTRACT
-from wfm_kernels.norms import MAX_NORM_ROW, adaptive_layer_norm, gate_residual, rms_norm
+from wfm_kernels.norms import MAX_NORM_ROW, adaptive_layer_norm, adaptive_rms_norm, gate_residual, rms_norm
 from wfm_kernels.ops import NftLoss, SdeStep, flow_noise, nft_loss, quantise_rows, sde_log_prob, sde_step
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "NftLoss",
     "SdeStep",
     "adaptive_layer_norm",
+    "adaptive_rms_norm",
     "flow_noise",
     "gate_residual",
     "nft_loss",

@@ -107,12 +107,13 @@ def rms_norm_gradient_kernel(
 
 
 @triton.jit
-def normalise_row(x_ptr, row, i, mask, n, eps):
-    """Return the normalized row (0 past its end) and 1 / standard deviation."""
+def normalize_row(x_ptr, row, i, mask, n, eps, CENTER: tl.constexpr):
+    """Return the normalized row (0 past its end) and 1 / standard deviation, or 1 / RMS without CENTER."""
     x = load_float32(x_ptr, row, i, mask)
-    d = tl.where(mask, x - tl.sum(x, 0) / n, 0.0)
-    rstd = tl.rsqrt(tl.sum(d * d, 0) / n + eps)
-    return d * rstd, rstd
+    if CENTER:
+        x = tl.where(mask, x - tl.sum(x, 0) / n, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / n + eps)
+    return x * rstd, rstd
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def load_factor(scale_ptr, row, i, mask, PLUS_ONE: tl.constexpr):
 
 
 @triton.jit
-def layer_norm_kernel(
+def adaptive_norm_kernel(
     x_ptr,  # [B, tokens, n]
     scale_ptr,  # [B, tokens, n] with strides, which are 0 if all tokens or samples have the same scale
     shift_ptr,
@@ -134,6 +135,7 @@ def layer_norm_kernel(
     hs0,
     hs1,
     eps,
+    CENTER: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -142,7 +144,7 @@ def layer_norm_kernel(
     i = tl.arange(0, BLOCK)
     mask = i < n
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
-    y, _ = normalise_row(x_ptr, row * n, i, mask, n, eps)
+    y, _ = normalize_row(x_ptr, row * n, i, mask, n, eps, CENTER)
     y = round_float32(
         round_float32(y, dtype) * load_factor(scale_ptr, sample * cs0 + token * cs1, i, mask, PLUS_ONE), dtype
     )
@@ -151,7 +153,7 @@ def layer_norm_kernel(
 
 
 @triton.jit
-def layer_norm_gradient_kernel(
+def adaptive_norm_gradient_kernel(
     g_ptr,
     x_ptr,
     scale_ptr,
@@ -165,6 +167,7 @@ def layer_norm_gradient_kernel(
     cs1,
     eps,
     tiles,
+    CENTER: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -177,7 +180,7 @@ def layer_norm_gradient_kernel(
         token = tl.program_id(0).to(tl.int64) * tiles + tile
         mask = (i < n) & (token < tokens)
         row = (sample * tokens + token) * n
-        y, rstd = normalise_row(x_ptr, row, i, mask, n, eps)
+        y, rstd = normalize_row(x_ptr, row, i, mask, n, eps, CENTER)
         g = load_float32(g_ptr, row, i, mask)
         if part_shift_ptr is not None:
             total_shift += g
@@ -188,7 +191,8 @@ def layer_norm_gradient_kernel(
             tl.store(dscale_ptr + row + i, cast_to_storage(dscale, dscale_ptr.dtype.element_ty), mask=mask)
         if dx_ptr is not None:
             g = g * load_factor(scale_ptr, sample * cs0 + token * cs1, i, mask, PLUS_ONE)
-            dx = rstd * (g - tl.sum(g, 0) / n - y * (tl.sum(g * y, 0) / n))
+            mean = tl.sum(g, 0) / n if CENTER else 0.0
+            dx = rstd * (g - mean - y * (tl.sum(g * y, 0) / n))
             tl.store(dx_ptr + row + i, cast_to_storage(dx, dx_ptr.dtype.element_ty), mask=mask)
         tile += 1
     part = (sample * tl.num_programs(0) + tl.program_id(0)) * n + i

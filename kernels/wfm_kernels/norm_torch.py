@@ -52,19 +52,20 @@ def _factor(scale: Tensor, plus_one: bool) -> Tensor:
     return 1 + scale if plus_one else scale
 
 
-def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, plus_one: bool) -> Tensor:
+def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool) -> Tensor:
     rows = x.to(scale.dtype)
-    if not plus_one and scale.shape[:2] == (1, 1):
+    if center and not plus_one and scale.shape[:2] == (1, 1):
         return functional.layer_norm(rows, x.shape[-1:], scale[0, 0], shift[0, 0], eps).to(x.dtype)
-    y = functional.layer_norm(rows, x.shape[-1:], eps=eps)
+    y = functional.layer_norm(rows, x.shape[-1:], eps=eps) if center else rms_norm(x, None, eps, round_first=True)
     return (y * _factor(scale, plus_one) + shift).to(x.dtype)
 
 
-def layer_norm_backward(
+def adaptive_norm_backward(
     upstream: Tensor,
     x: Tensor,
     scale: Tensor,
     eps: float,
+    center: bool,
     plus_one: bool,
     for_x: bool,
     for_scale: bool,
@@ -72,16 +73,17 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, scale and shift, empty if not requested."""
     g, rows = upstream.to(working_dtype(x)), x.to(working_dtype(x))
-    centered = rows - rows.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
-    y, grads = centered * rstd, [tensor.new_empty(0) for tensor in (x, scale, scale)]
+    rows = rows - rows.mean(-1, keepdim=True) if center else rows
+    rstd = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+    y, grads = rows * rstd, [tensor.new_empty(0) for tensor in (x, scale, scale)]
     if for_scale:
         grads[1] = (g * y.to(scale.dtype)).sum_to_size(scale.shape).to(scale.dtype)
     if for_shift:
         grads[2] = g.sum_to_size(scale.shape).to(scale.dtype)
     if for_x:
         g = g * _factor(scale, plus_one)
-        grads[0] = (rstd * (g - g.mean(-1, keepdim=True) - y * (g * y).mean(-1, keepdim=True))).to(x.dtype)
+        g = g - g.mean(-1, keepdim=True) if center else g
+        grads[0] = (rstd * (g - y * (g * y).mean(-1, keepdim=True))).to(x.dtype)
     return grads[0], grads[1], grads[2]
 
 

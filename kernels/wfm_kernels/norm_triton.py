@@ -143,12 +143,12 @@ def _reduce_parts(parts: Tensor, modulation: Tensor) -> Tensor:
     return parts.sum(1, keepdim=True).sum_to_size(modulation.shape).to(modulation.dtype)
 
 
-def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, plus_one: bool) -> Tensor:
+def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool) -> Tensor:
     x = x.contiguous()
     scale, shift = (m if m.stride(-1) == 1 else m.contiguous() for m in (scale, shift))
     out, (batch, tokens, n) = _empty_contiguous(x), x.shape
     triton_backend._launch_kernel(
-        kernels.layer_norm_kernel,
+        kernels.adaptive_norm_kernel,
         (batch * tokens,),
         x,
         scale,
@@ -159,17 +159,19 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, plus_one: bo
         *_row_strides(scale),
         *_row_strides(shift),
         eps,
+        CENTER=center,
         PLUS_ONE=plus_one,
         **_row_launch(n),
     )
     return out
 
 
-def layer_norm_backward(
+def adaptive_norm_backward(
     upstream: Tensor,
     x: Tensor,
     scale: Tensor,
     eps: float,
+    center: bool,
     plus_one: bool,
     for_x: bool,
     for_scale: bool,
@@ -190,7 +192,7 @@ def layer_norm_backward(
     )
     if for_x or for_scale or sums:
         triton_backend._launch_kernel(
-            kernels.layer_norm_gradient_kernel,
+            kernels.adaptive_norm_gradient_kernel,
             (programs, batch),
             upstream,
             x,
@@ -204,6 +206,7 @@ def layer_norm_backward(
             *_row_strides(scale),
             eps,
             tiles,
+            CENTER=center,
             PLUS_ONE=plus_one,
             **_row_launch(n),
         )

@@ -45,15 +45,22 @@ def adaptive_layer_norm(
     dtype of x or in float32. All intermediate results are rounded to the dtype of scale and shift.
     Differentiable once, with respect to x, scale and shift. Raises ValueError for invalid arguments.
     """
-    _require_rows(x)
-    _require_modulation(x, scale=scale, shift=shift)
-    if scale.shape != shift.shape or scale.dtype != shift.dtype:
-        raise ValueError(
-            f"scale and shift must have the same shape and dtype, got {list(scale.shape)} {scale.dtype} and "
-            f"{list(shift.shape)} {shift.dtype}"
-        )
+    _require_scale_and_shift(x, scale, shift)
     triton = should_use_triton(backend, x[:1], scale, shift)
-    result: Tensor = layer_norm_operator(x, scale, shift, eps, plus_one, triton)
+    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, True, plus_one, triton)
+    return result
+
+
+def adaptive_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
+    """Return rms_norm(x) * (1 + scale) + shift in the dtype of x, like `adaptive_layer_norm`.
+
+    scale and shift must have the dtype of x.
+    """
+    _require_scale_and_shift(x, scale, shift)
+    if scale.dtype != x.dtype:
+        raise ValueError(f"scale and shift must be {x.dtype}, got {scale.dtype}")
+    triton = should_use_triton(backend, x[:1], scale, shift)
+    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, False, True, triton)
     return result
 
 
@@ -79,6 +86,16 @@ def _require_rows(x: Tensor) -> None:
         raise ValueError(
             f"x must be [..., n] float32, bfloat16 or float16, not empty, with n at most {MAX_NORM_ROW}, got "
             f"{list(x.shape)} {x.dtype}"
+        )
+
+
+def _require_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    _require_rows(x)
+    _require_modulation(x, scale=scale, shift=shift)
+    if scale.shape != shift.shape or scale.dtype != shift.dtype:
+        raise ValueError(
+            f"scale and shift must have the same shape and dtype, got {list(scale.shape)} {scale.dtype} and "
+            f"{list(shift.shape)} {shift.dtype}"
         )
 
 
@@ -158,60 +175,64 @@ def _rms_norm_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]
 rms_norm_operator.register_autograd(_rms_norm_gradients, setup_context=_save_rms_norm)
 
 
-@torch.library.custom_op("wfm_kernels::adaptive_layer_norm", mutates_args=())
-def layer_norm_operator(x: Tensor, scale: Tensor, shift: Tensor, eps: float, plus_one: bool, triton: bool) -> Tensor:
-    result: Tensor = _backend_module(triton).layer_norm(x, scale, shift, eps, plus_one)
+@torch.library.custom_op("wfm_kernels::adaptive_norm", mutates_args=())
+def adaptive_norm_operator(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool, triton: bool
+) -> Tensor:
+    """center: subtract the mean (layer norm); otherwise RMS norm."""
+    result: Tensor = _backend_module(triton).adaptive_norm(x, scale, shift, eps, center, plus_one)
     return result
 
 
-@layer_norm_operator.register_fake
+@adaptive_norm_operator.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
     return _empty_contiguous(True, x)
 
 
-@torch.library.custom_op("wfm_kernels::adaptive_layer_norm_backward", mutates_args=())
-def layer_norm_backward(
+@torch.library.custom_op("wfm_kernels::adaptive_norm_backward", mutates_args=())
+def adaptive_norm_backward(
     upstream: Tensor,
     x: Tensor,
     scale: Tensor,
     eps: float,
+    center: bool,
     plus_one: bool,
     for_x: bool,
     for_scale: bool,
     for_shift: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_scale, grad_shift = _backend_module(triton).layer_norm_backward(
-        upstream, x, scale, eps, plus_one, for_x, for_scale, for_shift
+    grad_x, grad_scale, grad_shift = _backend_module(triton).adaptive_norm_backward(
+        upstream, x, scale, eps, center, plus_one, for_x, for_scale, for_shift
     )
     return grad_x, grad_scale, grad_shift
 
 
-@layer_norm_backward.register_fake
+@adaptive_norm_backward.register_fake
 def _(upstream: Tensor, x: Tensor, scale: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _eps, _plus_one, for_x, for_scale, for_shift, _triton = arguments
+    _eps, _center, _plus_one, for_x, for_scale, for_shift, _triton = arguments
     return _empty_contiguous(for_x, x), _empty_contiguous(for_scale, scale), _empty_contiguous(for_shift, scale)
 
 
-def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_adaptive_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, _shift, *ctx.settings = inputs
     ctx.save_for_backward(x, scale)
 
 
-def _layer_norm_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+def _adaptive_norm_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     for_x, for_scale, for_shift = ctx.needs_input_grad[:3]
-    (x, scale), (eps, plus_one, triton) = ctx.saved_tensors, ctx.settings
+    (x, scale), (*settings, triton) = ctx.saved_tensors, ctx.settings
     grads: list[Tensor | None] = [None, None, None]
     if for_shift and scale.shape == x.shape:  # not a sum over tokens or samples
         grads[2], for_shift = upstream.to(scale.dtype), False
     wanted = (for_x, for_scale, for_shift)
     if any(wanted):
-        results = layer_norm_backward(upstream, x, scale, eps, plus_one, *wanted, triton)
+        results = adaptive_norm_backward(upstream, x, scale, *settings, *wanted, triton)
         grads = [result if asked else old for result, asked, old in zip(results, wanted, grads, strict=True)]
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
-layer_norm_operator.register_autograd(_layer_norm_gradients, setup_context=_save_layer_norm)
+adaptive_norm_operator.register_autograd(_adaptive_norm_gradients, setup_context=_save_adaptive_norm)
 
 
 @torch.library.custom_op("wfm_kernels::gate_residual", mutates_args=())

@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 
+from each_case import check_each
 from families import CASES
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
@@ -61,7 +63,7 @@ def require_equal_gradients(got, want, tolerance):
     largest = max(float(gradient.norm()) for gradient in want.values())
     for name, gradient in want.items():
         error = (got[name] - gradient).float().norm()
-        assert error <= tolerance * max(float(gradient.norm()), 1e-3 * largest), (name, float(error / gradient.norm()))
+        assert error <= tolerance * max(float(gradient.norm()), 2e-3 * largest), (name, float(error / gradient.norm()))
 
 
 @pytest.mark.parametrize("family", [*DEFAULT, *(pytest.param(f, marks=pytest.mark.slow) for f in (*SLOW, *OTHERS))])
@@ -71,6 +73,8 @@ def test_results_are_the_bits_of_diffusers_and_gradients_differ_by_rounding(fami
         model = subject.load_model(dtype)
         denoiser, arguments = model.unwrapped_denoiser, subject.denoise_arguments(model)
         denoiser.requires_grad_(True)
+        if family == "sana_wm":  # products of transposed tensors round differently, and only diffusers has them
+            denoiser.x_embedder.register_forward_hook(lambda *call: call[-1].contiguous())
         calls = watch_owners(denoiser)
         want, want_gradients = predict(model, arguments)
         names, classes, owners = list(denoiser.state_dict()), find_classes(denoiser), Counter(calls)
@@ -101,6 +105,34 @@ def test_variants_of_blocks_equal_those_of_diffusers(name):
     assert owners == want_owners
 
 
+@check_each("adaln", [False, True])
+@check_each("directions", [(True, True), (True, False), (False, True), (False, False)])
+def test_blocks_of_all_ltx2_versions_equal_those_of_diffusers(adaln, directions):
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32}
+    sound = {"audio_dim": 16, "audio_num_attention_heads": 2, "audio_attention_head_dim": 8}
+    plain = LTX2VideoTransformerBlock(
+        **sizes, **sound, audio_cross_attention_dim=16, video_cross_attn_adaln=adaln, audio_cross_attn_adaln=adaln
+    )
+    fused = torch.nn.ModuleList([copy.deepcopy(plain)])
+    assert (
+        fuse_norms(fused) == 9
+    )  # the block and its norms; the norms of queries and keys are torch.nn.RMSNorm, one kernel already
+    times = {"temb": (1, 9 if adaln else 6, 32), "temb_audio": (4, 9 if adaln else 6, 16)}
+    times |= {"temb_ca_scale_shift": (5, 4, 32), "temb_ca_audio_scale_shift": (1, 4, 16)}
+    times |= {"temb_ca_gate": (1, 1, 32), "temb_ca_audio_gate": (1, 1, 16)}
+    inputs = {name: torch.randn(2, tokens, parts * n) for name, (tokens, parts, n) in times.items()}
+    states = {"hidden_states": (5, 32), "audio_hidden_states": (4, 16)}
+    states |= {"encoder_hidden_states": (3, 32), "audio_encoder_hidden_states": (3, 16)}
+    inputs |= {name: torch.randn(2, *shape) for name, shape in states.items()}
+    inputs |= dict(zip(("use_a2v_cross_attention", "use_v2a_cross_attention"), directions, strict=True))
+    for prompt_times in (False, True) if adaln else (False,):
+        if prompt_times:
+            inputs |= {"temb_prompt": torch.randn(2, 3, 64), "temb_prompt_audio": torch.randn(2, 3, 32)}
+        for got, want in zip(fused[0](**inputs), plain(**inputs), strict=True):
+            assert torch.equal(got, want)
+
+
 def sharded_on_rank(name):
     """Return the differences between fused norms under sequence parallelism and diffusers' modules in one process."""
     import torch.distributed as dist
@@ -128,8 +160,10 @@ def test_sequence_parallelism_and_checkpointing_work_with_fused_norms(name, two_
 @pytest.mark.parametrize(
     "family",
     [
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("sd3", "flux_kontext")),  # more than a minute
-        *("wan21", "wan22_ti2v", "cosmos25", "qwen_image", "hunyuan_video15", "sana_video"),
+        *(
+            pytest.param(name, marks=pytest.mark.long) for name in ("sd3", "flux_kontext", "sana_video")
+        ),  # more than a minute
+        *("wan21", "wan22_ti2v", "cosmos25", "qwen_image", "hunyuan_video15", "ltx2"),
     ],
 )
 def test_triton_kernels_compute_the_same_with_other_orders_of_sums(family, tiny_pipelines, monkeypatch):

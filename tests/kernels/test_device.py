@@ -63,8 +63,10 @@ def operators(device):
         "flow_noise": lambda: triton_backend.flow_noise(x, rows, seeds, None),
         "rms_norm": lambda: norm_triton.rms_norm(x, None, 1e-6, True),
         "rms_norm_backward": lambda: norm_triton.rms_norm_backward(x, x, empty(SHAPE[2]), 1e-6, True, True, True),
-        "layer_norm": lambda: norm_triton.layer_norm(x, x, x, 1e-6, True),
-        "layer_norm_backward": lambda: norm_triton.layer_norm_backward(x, x, x, 1e-6, True, True, True, False),
+        "adaptive_norm": lambda: norm_triton.adaptive_norm(x, x, x, 1e-6, True, True),
+        "adaptive_norm_backward": lambda: norm_triton.adaptive_norm_backward(
+            x, x, x, 1e-6, True, True, True, True, False
+        ),
         "gate_residual": lambda: norm_triton.gate_residual(x, x, x),
         "gate_residual_backward": lambda: norm_triton.gate_residual_backward(x, x, x, True, True),
     }

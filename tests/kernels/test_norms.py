@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from each_case import check_each
 from kernel_cases import BACKENDS, BF16, DEVICE, FP16, FP32, FP64, close, normal
-from wfm_kernels import MAX_NORM_ROW, adaptive_layer_norm, gate_residual, norms, rms_norm
+from wfm_kernels import MAX_NORM_ROW, adaptive_layer_norm, adaptive_rms_norm, gate_residual, norms, rms_norm
 
 EPS = 1e-6
 # Relative errors of one rounding of a result, and of several roundings of intermediate results.
@@ -87,16 +87,25 @@ def test_modulated_norms_and_gates_equal_float64(shape, modulation, backend):
 
             if shape[-1] > 5:  # else the mean of few values cancels
                 compare(run, exact, (x, scale, shift), upstream, tolerance)
+        if other == dtype:
+            compare(
+                lambda *a: adaptive_rms_norm(*a, eps=EPS, backend=backend),
+                lambda x, scale, shift: exact_rms_norm(x) * (1 + scale) + shift,
+                (x, scale, shift),
+                upstream,
+                tolerance,
+            )
         compare(
             lambda *a: gate_residual(*a, backend=backend), lambda x, y, g: x + g * y, (x, y, scale), upstream, tolerance
         )
 
 
 def eager_results(x, y, weight, scale, shift):
-    """Return the results of the operators of diffusers: RMSNorm, LayerNorm with modulation, and a gated residual."""
+    """Return the results of the operators of diffusers: RMSNorm, a gated residual, and norms with modulation."""
     normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
     modulated = functional.layer_norm(x.to(scale.dtype), x.shape[-1:], eps=EPS) * (1 + scale) + shift
-    return [normed.to(x.dtype) * weight, modulated.to(x.dtype), (x + scale * y).to(x.dtype)]
+    results = [normed.to(x.dtype) * weight, (x + scale * y).to(x.dtype), modulated.to(x.dtype)]
+    return [*results, normed.to(x.dtype) * (1 + scale) + shift] if scale.dtype == x.dtype else results
 
 
 @check_each("backend", BACKENDS)
@@ -106,23 +115,25 @@ def test_intermediate_results_are_rounded_like_those_of_eager_operators(backend)
         scale, shift = normal((3, 1, 320), 3, other), normal((3, 1, 320), 4, other)
         got = [
             rms_norm(x, weight, eps=EPS, backend=backend),
-            adaptive_layer_norm(x, scale, shift, eps=EPS, backend=backend),
             gate_residual(x, y, scale, backend=backend),
+            adaptive_layer_norm(x, scale, shift, eps=EPS, backend=backend),
         ]
+        if other == dtype:
+            got.append(adaptive_rms_norm(x, scale, shift, eps=EPS, backend=backend))
         for a, b in zip(got, eager_results(x, y, weight, scale, shift), strict=True):
             if backend == "torch":
                 assert torch.equal(a, b)
             elif dtype != FP32:  # another order of a sum changes a rounding in half precision rarely
                 assert (a != b).float().mean() < 0.002
                 close(a, b, 1e-4)
-        assert torch.equal(got[2], eager_results(x, y, weight, scale, shift)[2]), "a gate has no sum"
+        assert torch.equal(got[1], eager_results(x, y, weight, scale, shift)[1]), "a gate has no sum"
 
 
 @check_each("backend", BACKENDS)
 def test_gradients_that_are_not_needed_are_not_computed(backend, monkeypatch):
     calls = []
     module = norms._backend_module(backend == "triton")
-    for name in ("rms_norm_backward", "layer_norm_backward", "gate_residual_backward"):
+    for name in ("rms_norm_backward", "adaptive_norm_backward", "gate_residual_backward"):
         original = getattr(module, name)
 
         def record(*arguments, original=original):
@@ -142,8 +153,8 @@ def test_gradients_that_are_not_needed_are_not_computed(backend, monkeypatch):
     assert calls == [
         [True, True, False],  # round_first, for_x, for_weight
         [True, False, True],
-        [True, True, False, False],  # plus_one, for_x, for_scale, for_shift
-        [True, False, False, True],
+        [True, True, True, False, False],  # center, plus_one, for_x, for_scale, for_shift
+        [True, True, False, False, True],
         [True, False],  # for_y, for_gate
     ]
 
@@ -154,6 +165,7 @@ def test_a_row_does_not_depend_on_its_batch_or_memory_layout():
     run = {
         "rms": lambda x, y, scale: rms_norm(x, scale[0, 0], eps=EPS, backend="triton"),
         "norm": lambda x, y, scale: adaptive_layer_norm(x, scale, scale, eps=EPS, backend="triton"),
+        "rms with scale": lambda x, y, scale: adaptive_rms_norm(x, scale, scale, eps=EPS, backend="triton"),
         "gate": lambda x, y, scale: gate_residual(x, y, scale, backend="triton"),
     }
     for name, function in run.items():
@@ -170,12 +182,14 @@ def test_operators_are_sound(triton):
     scale, shift = leaf((2, 1, 40), 3, FP32), leaf((2, 1, 40), 4, FP32)
     for inputs in ((x, weight), (x, None)):
         opcheck(norms.rms_norm_operator, (*inputs, EPS, True, triton), test_utils=CHECKS)
-    opcheck(norms.layer_norm_operator, (y, scale, shift, EPS, True, triton), test_utils=CHECKS)
+    for center in (True, False):
+        opcheck(norms.adaptive_norm_operator, (y, scale, shift, EPS, center, True, triton), test_utils=CHECKS)
     opcheck(norms.gate_residual_operator, (y, y.detach(), scale, triton), test_utils=CHECKS)
     x, y, weight, scale = (t.detach() for t in (x, y, weight, scale))
     for wanted in ((True, True), (True, False), (False, True)):
         opcheck(norms.rms_norm_backward, (y, x, weight, EPS, True, *wanted, triton), test_utils=CHECKS[:2])
-        opcheck(norms.layer_norm_backward, (y, y, scale, EPS, True, *wanted, True, triton), test_utils=CHECKS[:2])
+        arguments = (y, y, scale, EPS, True, True, *wanted, True, triton)
+        opcheck(norms.adaptive_norm_backward, arguments, test_utils=CHECKS[:2])
         opcheck(norms.gate_residual_backward, (y, y, scale, *wanted, triton), test_utils=CHECKS[:2])
 
 
@@ -184,6 +198,7 @@ def test_formulas_in_float64_have_exact_gradients():
     scale, shift = leaf((2, 1, 7), 3, FP64), leaf((2, 1, 7), 4, FP64)
     assert torch.autograd.gradcheck(lambda *a: rms_norm(*a, eps=EPS), (x, weight))
     assert torch.autograd.gradcheck(lambda *a: adaptive_layer_norm(*a, eps=EPS), (x, scale, shift))
+    assert torch.autograd.gradcheck(lambda *a: adaptive_rms_norm(*a, eps=EPS), (x, scale, shift))
     assert torch.autograd.gradcheck(gate_residual, (x, y, scale))
 
 
@@ -199,6 +214,7 @@ def test_invalid_inputs_are_refused():
         (lambda: adaptive_layer_norm(x, row[..., :4], row, eps=EPS), r"scale must be \[2 or 1, 3 or 1, 8\]"),
         (lambda: adaptive_layer_norm(x, row, row[:1], eps=EPS), "must have the same shape and dtype"),
         (lambda: adaptive_layer_norm(x, row.half(), row.half(), eps=EPS), "scale must be torch.float32"),
+        (lambda: adaptive_rms_norm(x.half(), row, row, eps=EPS), "must be torch.float16, got torch.float32"),
         (lambda: gate_residual(x, x[:1], row), "x and y must have the same shape and dtype"),
         (lambda: gate_residual(x, x, row.to(DEVICE).half()), "gate must be torch.float32"),
     ]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from diffusers.models.transformers.transformer_flux2 import (
     Flux2Modulation,
@@ -20,8 +21,10 @@ from diffusers.models.transformers.transformer_flux2 import (
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
+from diffusers.models.transformers.transformer_sana_wm import SanaVideoMSCamCtrlBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import Tensor, nn
 
 from wfm_kernels import adaptive_layer_norm, gate_residual
@@ -245,6 +248,28 @@ def forward_qwen_block(
     return clip_float16(text), clip_float16(image)
 
 
+def forward_cosmos_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Any,
+    embedded_timestep: Tensor,
+    temb: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    extra_pos_emb: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *_: Any,
+) -> Tensor:
+    """Without the arguments for control networks, which no family has."""
+    x = hidden_states if extra_pos_emb is None else hidden_states + extra_pos_emb
+    normed, gate = block.norm1(x, embedded_timestep, temb)
+    x = add_gated(x, block.attn1(normed, image_rotary_emb=image_rotary_emb), gate)
+    normed, gate = block.norm2(x, embedded_timestep, temb)
+    text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+    x = add_gated(x, block.attn2(normed, **text), gate)
+    normed, gate = block.norm3(x, embedded_timestep, temb)
+    return add_gated(x, block.ff(normed), gate)
+
+
 def forward_sana_block(
     block: Any,
     hidden_states: Tensor,
@@ -286,10 +311,68 @@ def forward_sana_video_block(
     return add_gated(x, block.ff(video).flatten(1, 3), gate_mlp)
 
 
+def forward_sana_wm_block(
+    block: Any,
+    x: Tensor,
+    y: Tensor,
+    t: Tensor,
+    mask: Any = None,
+    THW: Any = None,
+    rotary_emb: Any = None,
+    block_mask: Any = None,
+    camera_conditions: Any = None,
+    ucpe_ray_transforms: Any = None,
+    plucker_emb: Tensor | None = None,
+    frame_valid_mask: None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """t: [B, 1, frames, 6 n]. The modulation of a frame is the same for all its tokens. All frames are valid."""
+    num_frames = t.shape[2]
+
+    def by_frame(rows: Tensor) -> Tensor:
+        return rows.reshape(len(x) * num_frames, -1, x.shape[-1])
+
+    modulation = block.scale_shift_table[None, None] + t.reshape(len(x), num_frames, 6, -1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (by_frame(part) for part in modulation.unbind(dim=2))
+    normed = modulate(block.norm1, by_frame(x), scale, shift).view_as(x)
+    attended = block.attn(
+        normed,
+        HW=THW,
+        rotary_emb=rotary_emb,
+        block_mask=block_mask,
+        camera_conditions=camera_conditions,
+        chunk_size=block.chunk_size if chunk_size is None else chunk_size,
+        frame_valid_mask=frame_valid_mask,
+        ucpe_ray_transforms=ucpe_ray_transforms,
+    )
+    x = add_gated(by_frame(x), by_frame(attended), gate).view_as(x)
+    if plucker_emb is not None and hasattr(block, "plucker_proj"):
+        x = x + block.plucker_proj(plucker_emb)
+    x = x + block.cross_attn(x, y, mask=mask)
+    normed = modulate(block.norm2, by_frame(x), scale_mlp, shift_mlp).view_as(x)
+    return add_gated(by_frame(x), by_frame(block.mlp(normed, HW=THW)), gate_mlp).view_as(x)
+
+
+def forward_z_image_block(
+    block: Any, x: Tensor, attn_mask: Tensor | None, freqs_cis: Tensor, adaln_input: Tensor | None = None
+) -> Tensor:
+    """Also for blocks without modulation, whose code stays that of diffusers."""
+    if not block.modulation:
+        result: Tensor = type(block).forward(block, x, attn_mask, freqs_cis)
+        return result
+    scale, gate, scale_mlp, gate_mlp = block.adaLN_modulation(adaln_input).unsqueeze(1).chunk(4, dim=2)
+    attended = block.attention(block.attention_norm1(x) * (1.0 + scale), attention_mask=attn_mask, freqs_cis=freqs_cis)
+    x = add_gated(x, block.attention_norm2(attended), gate.tanh())
+    y = block.feed_forward(block.ffn_norm1(x) * (1.0 + scale_mlp))
+    return add_gated(x, block.ffn_norm2(y), gate_mlp.tanh())
+
+
 BLOCK_FORWARDS: Mapping[type[nn.Module], Forward] = {
     JointTransformerBlock: forward_sd3_block,
     WanTransformerBlock: forward_wan_block,
     WanVACETransformerBlock: forward_vace_block,
+    ZImageTransformerBlock: forward_z_image_block,
+    CosmosTransformerBlock: forward_cosmos_block,
     FluxTransformerBlock: forward_flux_block,
     FluxSingleTransformerBlock: forward_flux_single_block,
     Flux2TransformerBlock: forward_flux2_block,
@@ -298,5 +381,6 @@ BLOCK_FORWARDS: Mapping[type[nn.Module], Forward] = {
     QwenImageTransformerBlock: forward_qwen_block,
     SanaTransformerBlock: forward_sana_block,
     SanaVideoTransformerBlock: forward_sana_video_block,
+    SanaVideoMSCamCtrlBlock: forward_sana_wm_block,
 }
 """{block class of diffusers: the function that replaces its forward}. Its first argument is the block."""

@@ -22,10 +22,12 @@ from diffusers.models.normalization import (
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from diffusers.models.transformers.transformer_cosmos import CosmosAdaLayerNormZero
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3NemotronRMSNorm
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
 from torch import Tensor, nn
 
 from wfm_ds.engine.fused_blocks import BLOCK_FORWARDS, Forward, modulate
+from wfm_ds.engine.fused_ltx2_block import forward_ltx2_block
 from wfm_ds.errors import RecipeError
 from wfm_kernels import MAX_NORM_ROW, adaptive_layer_norm, rms_norm
 
@@ -58,10 +60,13 @@ def can_fuse(module: nn.Module) -> bool:
         return False  # the blocks pass these norms to the kernels together with their modulation
     if isinstance(module, RMSNorm):
         return part.bias is None and len(part.dim) == 1 and part.dim[0] <= MAX_NORM_ROW
+    if isinstance(module, LTX2VideoTransformerBlock) and part.norm1.weight is not None:
+        return False
     if isinstance(module, (SanaTransformerBlock, SanaVideoTransformerBlock)) and part.norm2.weight is not None:
         return False
-    norms = [norm for norm in module.modules() if isinstance(norm, nn.LayerNorm)]
-    return all(norm.normalized_shape[-1] <= MAX_NORM_ROW and len(norm.normalized_shape) == 1 for norm in norms)
+    shapes = [norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)]
+    shapes += [norm.dim for norm in module.modules() if isinstance(norm, RMSNorm)]
+    return all(len(shape) == 1 and shape[0] <= MAX_NORM_ROW for shape in shapes)
 
 
 def forward_rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
@@ -132,6 +137,7 @@ FORWARDS: Mapping[type[nn.Module], Forward] = {
     AdaLayerNormZeroSingle: forward_zero_single,
     SD35AdaLayerNormZeroX: forward_sd35_zero,
     CosmosAdaLayerNormZero: forward_cosmos_zero,
+    LTX2VideoTransformerBlock: forward_ltx2_block,
     **BLOCK_FORWARDS,
 }
 """{module class of diffusers: the function that replaces its forward}. Its first argument is the module."""
