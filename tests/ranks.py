@@ -11,6 +11,7 @@ pickled code.
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -131,6 +132,7 @@ def serve_calls(pipe, log, environment, results, group):
     sys.path.append(str(Path(__file__).parent.parent))  # benchmarks/ is not installed
     import torch
 
+    gc.freeze()  # DeepSpeed collects garbage often, which takes half a second with all imported packages
     torch.set_num_threads(1)
     if group:
         join(*group)
