@@ -178,10 +178,10 @@ def test_a_capture_does_not_reuse_rows_from_before_the_capture(monkeypatch):
 @check_each(("name", "fast"), [("sd3_nft", True), ("sd3_flow_grpo", False)])
 def test_only_rollouts_without_log_probabilities_accumulate_fast(name, fast, root):
     _, quantised = layer(64, 48)
-    recipe = load_recipe(root / "tests" / "recipes" / f"{name}.yaml")
+    recipe = load_recipe(root / "tests" / "recipes" / f"{name}.yaml", ["model.base_precision=fp8", "lora={rank: 4}"])
     job = SimpleNamespace(engine=ContextEngine(quantised), recipe=recipe)
-    source = SimpleNamespace(job=job, settings=recipe.rl.rollout, algorithm=SimpleNamespace(rollout_policy="old"))
-    with ColocatedSource.rollout_policy(source):
+    source = ColocatedSource(job, groups=None, rewards=None, algorithm=SimpleNamespace(rollout_policy="old"))
+    with source.rollout_policy():
         assert quantised.fast_accumulation == fast
     assert not quantised.fast_accumulation, "reference and training predictions accumulate in float32"
 

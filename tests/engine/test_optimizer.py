@@ -13,13 +13,12 @@ from wfm_ds.engine.optimizer import (
     ExtraAdapter,
     build_optimizer,
     decode_blocks,
-    ema_decay,
     encode_blocks,
-    learning_rate,
     read_states,
     should_use_fused,
     write_states,
 )
+from wfm_ds.engine.optimizer_steps import ema_decay, learning_rate
 from wfm_ds.recipe.sections import OptimizerRecipe
 
 OPTIONS = OptimizerRecipe(lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25)

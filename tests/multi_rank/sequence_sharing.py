@@ -12,7 +12,7 @@ from families import CASES, PROMPTS
 from multi_rank.training import full_tensors, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.optimizer import learning_rate
+from wfm_ds.engine.optimizer_steps import learning_rate
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import add_clean_frames

@@ -23,7 +23,7 @@ from multi_rank.training import (
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.optimizer import learning_rate
+from wfm_ds.engine.optimizer_steps import learning_rate
 from wfm_ds.engine.step_checks import RankGuard
 from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.recipe.schema import Recipe

@@ -17,7 +17,7 @@ from multi_rank.training import (
     train_step,
     zero3_with_threshold,
 )
-from wfm_ds.engine.optimizer import learning_rate
+from wfm_ds.engine.optimizer_steps import learning_rate
 
 STEPS = 4
 

@@ -9,7 +9,7 @@ import torch
 from multi_rank.training import TARGETS, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.optimizer import ema_decay, learning_rate
+from wfm_ds.engine.optimizer_steps import ema_decay, learning_rate
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models.tiny.sizes import WAN
 from wfm_ds.models.tiny.weights import build_transformer

@@ -15,7 +15,8 @@ from wfm_ds.checkpoint.rank_state import capture_state, restore_state
 from wfm_ds.checkpoint.sharded_states import ShardedStates
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.optimizer import ExtraAdapter, ema_decay, learning_rate
+from wfm_ds.engine.optimizer import ExtraAdapter
+from wfm_ds.engine.optimizer_steps import ema_decay, learning_rate
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.export.target import ExportTarget

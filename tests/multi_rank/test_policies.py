@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from multi_rank.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
-from wfm_ds.engine.optimizer import ema_decay
+from wfm_ds.engine.optimizer_steps import ema_decay
 
 STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 SOME = pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.rollout.colocated import ScoringQueue
 from wfm_ds.rollout.rewards import decode_in_replica
-from wfm_ds.rollout.scoring_queue import ScoringQueue
 from wfm_ds.types import Prompt
 
 

@@ -13,7 +13,7 @@ from diffusers import SD3Transformer2DModel
 
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.optimizer import ema_decay
+from wfm_ds.engine.optimizer_steps import ema_decay
 from wfm_ds.models.tiny.sizes import SD3
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed

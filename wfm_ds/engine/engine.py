@@ -24,13 +24,8 @@ from wfm_ds.distributed.world import World
 from wfm_ds.engine.adapter_layers import use_merged_weights
 from wfm_ds.engine.cuda_graphs import GraphReplayer
 from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
-from wfm_ds.engine.optimizer import (
-    ExtraAdapter,
-    accumulate_in_float32,
-    build_optimizer,
-    ema_decay,
-)
-from wfm_ds.engine.optimizer_steps import OptimizerSteps
+from wfm_ds.engine.optimizer import ExtraAdapter, accumulate_in_float32, build_optimizer
+from wfm_ds.engine.optimizer_steps import OptimizerSteps, ema_decay
 from wfm_ds.engine.policies import (
     NO_ADAPTERS,
     AdapterDropout,

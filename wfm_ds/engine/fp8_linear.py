@@ -123,9 +123,9 @@ def set_fast_accumulation(network: nn.Module, enabled: bool) -> None:
 
 
 @contextlib.contextmanager
-def use_fast_accumulation(network: nn.Module, enabled: bool) -> Iterator[None]:
-    """Call `set_fast_accumulation` for the `with` block."""
-    set_fast_accumulation(network, enabled)
+def use_fast_accumulation(network: nn.Module) -> Iterator[None]:
+    """Enable fast accumulation for the `with` block."""
+    set_fast_accumulation(network, True)
     try:
         yield
     finally:

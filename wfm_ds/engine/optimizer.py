@@ -1,4 +1,4 @@
-"""Build the optimizer of the trained parameters, compute its schedules, and convert its states for checkpoints.
+"""Build the optimizer of the trained parameters, and convert its states for checkpoints.
 
 Checkpoints store the states of every optimizer in AdamW's format: the number `step`, and `exp_avg` and `exp_avg_sq`,
 float32 with one element per master weight. Checkpoints of an 8-bit optimizer also store the scale of each element.
@@ -6,7 +6,6 @@ float32 with one element per master weight. Checkpoints of an 8-bit optimizer al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -176,27 +175,6 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
     middles = (code_book[1:] + code_book[:-1]) / 2
     fractions = rows / absmax.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     return torch.bucketize(fractions, middles).to(torch.uint8).view(-1)[: len(values)], absmax
-
-
-def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
-    """Return the learning rate of optimizer step `update`, from 1 to total_updates.
-
-    The schedules are those of diffusers.optimization.get_scheduler. The rate rises linearly from 0 in update 1 to lr in
-    update warmup_steps + 1. The linear and cosine schedules then decay to final_lr_fraction * lr in update
-    total_updates + 1.
-    """
-    done, warmup = update - 1, recipe.warmup_steps
-    if done < warmup:
-        return recipe.lr * done / warmup
-    progress = min(1.0, (done - warmup) / max(total_updates - warmup, 1))
-    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
-    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
-    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
-
-
-def ema_decay(largest: float, update: int) -> float:
-    """Return the EMA decay for optimizer step `update`, counted from 1: min((1 + update) / (10 + update), largest)."""
-    return min((1 + update) / (10 + update), largest)
 
 
 def accumulate_in_float32(ds: Any) -> None:

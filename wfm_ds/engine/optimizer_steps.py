@@ -12,7 +12,6 @@ from torch import Tensor
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.optimizer import learning_rate
 from wfm_ds.engine.policies import Adapters
 from wfm_ds.engine.shards import Shards
 from wfm_ds.engine.step_checks import GradientWatch
@@ -192,3 +191,24 @@ class OptimizerSteps:
             raise RuntimeError(
                 f"{what} inside use_policy({self.active_policy!r}): the weights of another policy are in use"
             )
+
+
+def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
+    """Return the learning rate of optimizer step `update`, from 1 to total_updates.
+
+    The schedules are those of diffusers.optimization.get_scheduler. The rate rises linearly from 0 in update 1 to lr in
+    update warmup_steps + 1. The linear and cosine schedules then decay to final_lr_fraction * lr in update
+    total_updates + 1.
+    """
+    done, warmup = update - 1, recipe.warmup_steps
+    if done < warmup:
+        return recipe.lr * done / warmup
+    progress = min(1.0, (done - warmup) / max(total_updates - warmup, 1))
+    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
+    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
+
+
+def ema_decay(largest: float, update: int) -> float:
+    """Return the EMA decay for optimizer step `update`, counted from 1: min((1 + update) / (10 + update), largest)."""
+    return min((1 + update) / (10 + update), largest)

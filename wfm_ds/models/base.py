@@ -258,9 +258,9 @@ class DiffusionModel(NoiseSchedule, SourceImages):
 
         inputs: the inputs of each text's sample (Prompt.inputs). Without `text_inputs`, returns the texts unchanged.
         """
-        names = [name for name in self.source_names if name in self.text_inputs]
-        if not names:
+        if not self.text_inputs:
             return list(texts)
+        names = [name for name in self.source_names if name in self.text_inputs]
         return [
             TextWithImages(
                 text.text if isinstance(text, NegativeText) else text,

@@ -68,6 +68,7 @@ class RlLoop(TrainingLoop):
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
         self.reward = job.recipe.reward if job.recipe.uses_rewards else None
+        self.has_histories = job.recipe.rl.rollout.history.clips > 0
         self.failing_steps = 0  # consecutive steps with too many failed samples
         self.logged_warnings: set[str] = set()  # about rewards; a solved reward would repeat its warning in each step
         # Policies with weights equal to the trained ones: no forward pass is needed for them.
@@ -152,7 +153,7 @@ class RlLoop(TrainingLoop):
                 if warning not in self.logged_warnings:
                     log.warning("step %d: %s", self.step, warning)
                 self.logged_warnings.add(warning)
-        if self.job.recipe.rl.rollout.history.clips:
+        if self.has_histories:
             names = [] if self.reward is None else [function.name for function in self.reward.functions]
             stats = stats | history_metrics(rollouts.samples, scores, names)
         stats = stats | self.source.step_metrics()
