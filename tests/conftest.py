@@ -35,9 +35,11 @@ FIRST_FOLDERS = ("end_to_end", "reference", "multi_rank", "benchmarks", "rehears
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by folder, and order them. Tests that start ranks or are in SLOW_FOLDERS are slow, unless marked
-    `unit`."""
+    `unit`. `ci_cases(ID, ...)`: all other cases of this test are long."""
     items.sort(key=lambda item: FIRST_FOLDERS.index(name) if (name := item.path.parent.name) in FIRST_FOLDERS else 99)
     for item in items:
+        if (kept := item.get_closest_marker("ci_cases")) and item.callspec.id not in kept.args:
+            item.add_marker("long")
         folder = item.path.parent.name
         marks = {mark.name for mark in item.iter_markers()}
         is_heavy = folder in SLOW_FOLDERS or not RANKS.isdisjoint(getattr(item, "fixturenames", ()))

@@ -236,6 +236,7 @@ def test_generate_reproduces_the_samples_of_a_full_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_plain_diffusers_reproduces_the_samples_of_a_few_step_run(tmp_path):
     from wfm_ds.export.loading_code import loading_lines
 

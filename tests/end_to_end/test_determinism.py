@@ -29,6 +29,7 @@ class Watched(StableDiffusion3):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_deterministic_applies_to_the_rank_and_its_workers(tmp_path, tiny_pipelines):
     (tmp_path / "my_family.py").write_text(FAMILY)
     (tmp_path / "seen").mkdir()

@@ -48,6 +48,7 @@ for name, *_ in tasks:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_recipe_of_every_task_trains(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(

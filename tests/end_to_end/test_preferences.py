@@ -32,6 +32,7 @@ def write_pairs(folder, count, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_dpo_learns_the_preferences(tmp_path, tiny_pipelines):
     trained, held_out = write_pairs(tmp_path / "train", 96, 0), write_pairs(tmp_path / "test", 24, 1)
     words = [

@@ -26,6 +26,7 @@ from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_fra
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, root):
     folder = tmp_path / "quickstart"
     process = subprocess.run(

@@ -73,6 +73,7 @@ def test_the_last_messages_are_whole_lines_after_the_progress_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
     write_digits(tmp_path / "digits")
     out = tmp_path / ("a_folder_with_a_name_of_some_length_" * 3)

@@ -124,6 +124,7 @@ def test_flow_grpo_with_workers_equals_flow_grpo_without_workers(name, train, tm
 @pytest.mark.parametrize(
     ("name", "changes"), [("sd3_nft", [OLD]), pytest.param("sd3_mix_grpo", GRPO, marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_sequence_parallelism_works_with_workers_and_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"
     create_key_pair(tmp_path / "keys", "hub")
@@ -151,6 +152,7 @@ def test_a_run_resumes_with_new_workers(train, tmp_path):
     assert_same_runs(tmp_path / "whole", tmp_path / "async")
 
 
+@pytest.mark.long
 def test_samples_are_at_most_as_stale_as_the_bound(train, tmp_path):
     more = ["run.steps=6", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3", "rollout.spawn=2"]
     train("async", "sd3_flow_grpo", *GRPO, *more)

@@ -90,6 +90,7 @@ def test_the_ranks_of_a_replica_see_one_size(one_rank, two_ranks, train, images,
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.long
 def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train, images, tmp_path):
     ddrl = ["sd3_ddrl", f"data.path={images}", "engine.micro_batch_size=2", "engine.deepspeed=zero3"]
     ddrl += ["rollout.prompts_per_step=3", "rollout.group_size=2", "algorithm.data_beta=0.5", "algorithm.kl_beta=0.1"]

@@ -23,6 +23,7 @@ def train(tiny_pipelines, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_resumes(
     train, one_rank, two_ranks, tmp_path
 ):

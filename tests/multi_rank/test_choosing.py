@@ -111,6 +111,7 @@ def of_steps(folder, tag):
     return [line[tag] for line in records(folder) if tag in line]
 
 
+@pytest.mark.long
 def test_keeping_all_candidates_equals_a_run_without_selection(train):
     plain, same = train("plain", "sd3_nft", SHORT), train("same", "sd3_nft", SHORT, explore(4, 4, False))
     again, once = (train(str(flag), "sd3_nft", SHORT, explore(8, 4, flag)) for flag in (True, False))
@@ -133,6 +134,7 @@ def test_keeping_all_candidates_equals_a_run_without_selection(train):
         ("sd3_flow_grpo", [explore(8, 2, True), KEEP, "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]),
     ],
 )
+@pytest.mark.ci_cases("sd3_nft-overrides0")
 def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, train):
     one, two = train("one", name, SHORT, *overrides), train("two", name, SHORT, *overrides, ranks=2)
     assert_same_runs(one, two)
@@ -158,6 +160,7 @@ def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, t
         ),
     ],
 )
+@pytest.mark.ci_cases("sd3_nft-overrides0")
 def test_refills_are_equal_on_all_ranks_and_after_a_resume(name, overrides, train):
     one, two = train("one", name, *PICKY, *overrides), train("two", name, *PICKY, *overrides, ranks=2)
     assert_same_runs(one, two)

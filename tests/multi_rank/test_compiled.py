@@ -64,6 +64,7 @@ def zero3_with_leaves(folder):
         ("zero3, leaves", False, True),
     ],
 )
+@pytest.mark.long
 def test_training_of_two_ranks_equals_the_eager_one(config, lora, checkpointing, two_ranks, tmp_path):
     source = str(zero3_with_leaves(tmp_path)) if config == "zero3, leaves" else config
     settings = {"config": source, "lora": lora, "checkpointing": checkpointing}
@@ -147,6 +148,7 @@ def runs(tiny_pipelines, tmp_path):
         pytest.param("sd3_nft", ["model.gradient_checkpointing=true"], marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_compiled_run_has_few_graphs_and_equals_the_eager_run(name, overrides, one_rank, runs):
     counts, lines = runs(one_rank, name, *overrides)
     assert counts["breaks"] == 0

@@ -29,6 +29,7 @@ def converted(checkpoint, out, *words):
 
 
 @pytest.mark.parametrize(("case", "changes"), NFT)
+@pytest.mark.ci_cases("nft lora zero2-changes0", "nft full zero3-changes1")
 def test_a_converted_checkpoint_equals_the_export_of_the_run(case, changes, two_ranks, tiny_pipelines, tmp_path):
     arguments = settings(case, tmp_path / "run", model=tiny_pipelines("sd3"), digits="unused")
     two_ranks.run(train_on_rank, recipe=arguments["recipe"], overrides=[*arguments["overrides"], *SAVING, *changes])

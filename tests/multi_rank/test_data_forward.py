@@ -115,10 +115,12 @@ def test_on_one_rank(one_rank, compare):
 
 @pytest.mark.parametrize("lora", ["null", "{rank: 4, alpha: 8}"])
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
+@pytest.mark.ci_cases("zero2-{rank: 4, alpha: 8}")
 def test_on_two_ranks(two_ranks, compare, config, lora):
     assert compare(two_ranks, f"engine.deepspeed={config}", f"lora={lora}") == (4, 8)
 
 
+@pytest.mark.long
 def test_data_at_the_first_trained_step_only(two_ranks, compare):
     """Each rank has 4 samples. Joint: 12 loss terms make 4 micro-batches. Separate: 8 terms without data make 3, and 4
     terms with data make 2, each with two forwards."""
@@ -126,6 +128,7 @@ def test_data_at_the_first_trained_step_only(two_ranks, compare):
 
 
 @pytest.mark.parametrize("first_only", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first_only):
     """The first rank trains on two of its four samples and pads with samples of weight 0."""
     settings = ["engine.deepspeed=zero3", f"algorithm.data_on_first_only={first_only}"]
@@ -133,6 +136,7 @@ def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first
 
 
 @pytest.mark.parametrize("first_only", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_two_experts(two_ranks, compare, first_only):
     trained = ["algorithm.train_on=[0, 1, 2, 3]", f"algorithm.data_on_first_only={first_only}"]
     size = ["sampling.height=32", "sampling.width=32", "sampling.num_frames=1", "data.max_upscale=8"]
@@ -141,6 +145,7 @@ def test_two_experts(two_ranks, compare, first_only):
 
 
 @pytest.mark.parametrize("of_rollout", [True, False])
+@pytest.mark.long
 def test_videos_with_conditioning_frames_and_separate_noise(two_ranks, compare, of_rollout):
     size = ["sampling.height=32", "sampling.width=32", "sampling.num_frames=9", "model.guardrail=off"]
     settings = ["algorithm.max_num_conditional_frames=2", f"algorithm.use_rl_sigma_and_noise={of_rollout}"]

@@ -31,6 +31,7 @@ def videos(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_videos_with_given_frames_train_alike_on_one_rank_and_on_two(
     one_rank, two_ranks, tiny_pipelines, videos, tmp_path
 ):
@@ -63,6 +64,7 @@ def test_videos_with_given_frames_train_alike_on_one_rank_and_on_two(
 @pytest.mark.parametrize(
     ("name", "data"), [("cosmos25_ddrl", None), ("cosmos25_mock", COLORS), ("cosmos25_flow_grpo", COLORS)]
 )
+@pytest.mark.long
 def test_the_tiny_variants_of_the_cosmos_recipes_run(name, data, one_rank, tiny_pipelines, tmp_path):
     from wfm_ds.demos.digits_data import write_digits
 

@@ -51,6 +51,7 @@ def recipe_of(folder, pipeline, digits, *overrides):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ci_cases("lora zero2", "full zero3")
 def test_dpo_on_two_ranks_equals_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
     for where, ranks in (("one", one_rank), ("two", two_ranks)):
         words = recipe_of(tmp_path / where, tiny_pipelines("sd3"), digits, CUTS[where], *KINDS[kind])

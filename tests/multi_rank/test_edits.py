@@ -73,6 +73,7 @@ def assert_equal_runs(one, two):
 
 
 @pytest.mark.parametrize("case", ["nft", "flow_grpo"])
+@pytest.mark.long
 def test_rl_runs_are_the_same_on_one_rank_on_two_with_workers_and_resumed(
     case, one_rank, two_ranks, tiny_pipelines, edits, tmp_path
 ):

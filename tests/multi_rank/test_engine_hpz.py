@@ -57,6 +57,7 @@ def plain(four_ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_hpz_does_not_change_training_or_predictions(four_ranks, plain, tmp_path, name):
     shared = run(four_ranks, tmp_path, hpz={"zero_hpz_partition_size": NODE}, **CASES[name])
     for got, want in zip(shared, plain[name], strict=True):

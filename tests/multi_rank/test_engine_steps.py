@@ -66,6 +66,7 @@ def train_through(config, lora, dtype, spoils):
         ("zero3", True, "bfloat16"),
     ],
 )
+@pytest.mark.ci_cases("zero1-True-float32", "zero2-True-bfloat16", "zero3-True-bfloat16")
 def test_nan_on_one_rank_and_a_step_without_terms_change_nothing(two_ranks, stage, lora, dtype):
     settings = {"config": stage, "lora": lora, "dtype": dtype}
     clean = two_ranks.run(train_through, **settings, spoils=[None, None])

@@ -82,6 +82,7 @@ def test_two_ranks_train_like_one_process(trained, stage, lora):
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.ci_cases("lora")
 def test_persistent_parameters_train_like_one_process(two_ranks, tmp_path, lora):
     config = str(zero3_with_threshold(tmp_path, 100_000))
     assert_equal_to_one_process(two_ranks.run(train_on_ranks, config=config, lora=lora), lora)
@@ -93,12 +94,14 @@ def test_offloaded_optimizer_trains_like_one_process(two_ranks):
 
 @pytest.mark.parametrize("checkpointing", [True, "attention"])
 @pytest.mark.parametrize(("stage", "lora"), [("zero1", False), ("zero2", True), ("zero3", False), ("zero3", True)])
+@pytest.mark.ci_cases("zero1-False-True", "zero2-True-True", "zero3-True-attention")
 def test_gradient_checkpointing_changes_nothing(two_ranks, stage, lora, checkpointing):
     parts = two_ranks.run(train_on_ranks, config=stage, lora=lora, checkpointing=checkpointing)
     assert_equal_to_one_process(parts, lora)
 
 
 @pytest.mark.parametrize(("stage", "lora"), [("zero1", False), ("zero2", True), ("zero3", False)])
+@pytest.mark.ci_cases("zero1-False", "zero2-True")
 def test_bfloat16_stays_near_float32(two_ranks, stage, lora):
     part = two_ranks.run(train_on_ranks, config=stage, lora=lora, dtype="bfloat16")[0]
     losses, wants = (torch.tensor([row[0] for row in rows]) for rows in (part["rows"], reference(lora)[0]))

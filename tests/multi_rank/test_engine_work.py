@@ -58,6 +58,7 @@ def test_an_nft_run_logs_the_flops_of_its_forwards(one_rank, tiny_pipelines, tmp
     ],
     ids=["full zero3", "sequence parallel", "adapters zero3"],
 )
+@pytest.mark.ci_cases("sequence parallel")
 def test_an_sft_run_logs_the_flops_of_one_rank(two_ranks, tiny_pipelines, digits, tmp_path, overrides):
     recipe = tiny_recipe("sd3_sft", tmp_path / "run", tiny_pipelines("sd3"), *COMMON, *overrides, data=digits)
     two_ranks.run(train_on_rank, **recipe)

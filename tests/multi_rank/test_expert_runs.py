@@ -58,6 +58,7 @@ def test_nft_of_two_experts_on_two_ranks_equals_one_rank(one_rank, two_ranks, tr
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.ci_cases("lora")
 def test_a_resumed_run_of_two_experts_equals_an_uninterrupted_run(two_ranks, train, kind):
     changes = [*SFT, *(FULL if kind == "full" else [])]
     whole = train(two_ranks, "whole", "wan22_sft_lora", *changes)

@@ -135,6 +135,7 @@ def reference(lora):
         ("zero3", True),
     ],
 )
+@pytest.mark.ci_cases("zero2-True", "zero3-True")
 def test_two_ranks_train_two_experts_like_one_process(two_ranks, stage, lora):
     norms, tensors, shown = reference(lora)
     parts = two_ranks.run(train_on_ranks, config=stage, lora=lora)
@@ -151,6 +152,7 @@ def test_two_ranks_train_two_experts_like_one_process(two_ranks, stage, lora):
 
 
 @pytest.mark.parametrize(("stage", "lora"), [("zero2", True), ("zero2", False), ("zero3", True), ("zero3", False)])
+@pytest.mark.ci_cases("zero2-True")
 def test_two_experts_train_in_bfloat16(two_ranks, stage, lora):
     """DeepSpeed sums bfloat16 gradients with other code. A lost or stale gradient changes the norm by at least 10 %."""
     parts = two_ranks.run(train_on_ranks, config=stage, lora=lora, dtype="bfloat16")

@@ -229,6 +229,7 @@ def test_adapters_train_in_turn_like_two_optimizers(two_ranks, stage):
 
 
 @check_each(("stage", "sp"), [("zero1", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2)])
+@pytest.mark.long
 def test_adapters_train_like_two_optimizers_with_other_parallelism(two_ranks, stage, sp):
     assert_equal_to_two_optimizers(two_ranks.run(train_on_ranks, config=stage, sp=sp))
 
@@ -238,6 +239,7 @@ def test_adapters_train_like_two_optimizers_on_one_rank(one_rank, stage):
     assert_equal_to_two_optimizers(one_rank.run(train_on_ranks, config=stage))
 
 
+@pytest.mark.long
 def test_adapters_train_like_two_optimizers_if_zero3_splits_their_groups(two_ranks, tmp_path):
     settings = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     settings["zero_optimization"]["sub_group_size"] = 300
@@ -249,6 +251,7 @@ def test_adapters_train_like_two_optimizers_if_zero3_splits_their_groups(two_ran
 
 
 @check_each("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.long
 def test_a_bfloat16_step_leaves_the_other_adapter_unchanged(two_ranks, stage):
     _, weights, _ = reference()
     parts = two_ranks.run(train_on_ranks, config=stage, dtype="bfloat16")

@@ -36,6 +36,7 @@ def resolve_and_load(cache):
     return {"folder": str(model.path)}
 
 
+@pytest.mark.long
 def test_ranks_that_write_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks, tmp_path):
     """transformers saves on rank 0 only. A faster rank must not publish a folder without text encoders."""
     folders = {answer["folder"] for answer in two_ranks.run(resolve_and_load, cache=str(tmp_path))}

@@ -124,6 +124,7 @@ def test_distillation_does_the_predicted_forwards(case, one_rank, tiny_pipelines
     assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1)
 
 
+@pytest.mark.long
 def test_guidance_taken_from_the_rollout_gives_the_same_run(one_rank, two_ranks, tiny_pipelines, tmp_path):
     """The batches of rollouts and training have the same size, so both predict the same unconditional velocities."""
     common = ["algorithm.kl_beta=0.1", "engine.micro_batch_size=4", "engine.max_forward_batch=4", "engine.guard=true"]

@@ -132,6 +132,7 @@ def test_sft_validation_samples_start_with_held_out_frames(one_rank, tiny_pipeli
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
+@pytest.mark.ci_cases("nft-1")
 def test_workers_receive_the_conditioning_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
     """In Flow-GRPO half of the groups have no frames, and the second rank receives samples from the first."""
     group = one_rank if ranks == 1 else two_ranks

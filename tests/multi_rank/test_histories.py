@@ -59,6 +59,7 @@ def assert_equal_runs(one, two):
 
 
 @pytest.mark.parametrize("case", ["steered", "pixels"])
+@pytest.mark.ci_cases("pixels")
 def test_histories_are_the_same_on_one_rank_on_two_and_with_workers(
     case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
 ):
@@ -98,6 +99,7 @@ def train_with_broken_histories(recipe, overrides, folder):
         HistoryWalker.generate_clip = stock
 
 
+@pytest.mark.long
 def test_all_ranks_agree_on_broken_histories(one_rank, two_ranks, tiny_pipelines, world, tmp_path):
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
         ranks.run(train_with_broken_histories, **settings("steered", tmp_path / name, tiny_pipelines, world))
@@ -108,6 +110,7 @@ def test_all_ranks_agree_on_broken_histories(one_rank, two_ranks, tiny_pipelines
     assert sum(broken) > 0
 
 
+@pytest.mark.long
 def test_a_stopped_run_continues_with_the_same_histories(one_rank, tiny_pipelines, world, tmp_path):
     one_rank.run(train_with_own_code, **settings("steered", tmp_path / "whole", tiny_pipelines, world))
     for stop in (1, None):
@@ -131,6 +134,7 @@ def test_the_ranks_of_a_replica_generate_histories_together(one_rank, two_ranks,
     assert_same_runs(tmp_path / "one", tmp_path / "split")
 
 
+@pytest.mark.long
 def test_reading_recordings_does_not_change_a_run_without_history(one_rank, tiny_pipelines, world, tmp_path):
     """The reward has no weight, so only the data that the run reads differ."""
     logged = "reward.functions=[{name: continuation, weight: 0}, {name: 'steered:Obedience'}]"

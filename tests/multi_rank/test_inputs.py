@@ -83,6 +83,7 @@ def test_runs_with_actions_train_alike_on_one_rank_and_on_two(
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("sana_wm", 1), ("ddrl", 2)])
+@pytest.mark.ci_cases("sana_wm-1")
 def test_workers_receive_the_conditioning_inputs(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
     group = one_rank if ranks == 1 else two_ranks
     one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time
@@ -238,6 +239,7 @@ def test_a_reward_that_needs_actions_is_refused_if_samples_have_none(tiny_pipeli
         check_rewards(recipe, text_data({"c2w": "p.c2w.npy"}))
 
 
+@pytest.mark.long
 def test_trajectories_can_come_from_a_library(one_rank, tiny_pipelines, world, tmp_path):
     np.save(tmp_path / "library.npy", np.ones((3, FRAMES - 1, WIDTH)))
     library = ["rollout.trajectories=library", f"rollout.trajectory_library={tmp_path / 'library.npy'}", "run.steps=1"]

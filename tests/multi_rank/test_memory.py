@@ -145,6 +145,12 @@ def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", s
         case("cosmos25", "zero3"),
     ],
 )
+@pytest.mark.ci_cases(
+    "sd3-zero2-full-bfloat16-64",
+    "sd3-zero3-lora-checkpointed-bfloat16-64",
+    "wan21-zero2-lora-attention-kept-bfloat16-64",
+    "sd3-zero2-lora-float32-64",
+)
 def test_the_estimate_equals_the_bytes_of_the_tensors(
     family, config, lora, checkpointing, dtype, side, two_ranks, tiny_pipelines, tmp_path
 ):
@@ -167,6 +173,7 @@ def check_estimate(ranks):
         ("wan21", "zero2", True),
     ],
 )
+@pytest.mark.long
 def test_the_estimate_of_dmd2_equals_the_bytes_of_the_tensors(
     family, config, checkpointing, two_ranks, tiny_pipelines, tmp_path
 ):

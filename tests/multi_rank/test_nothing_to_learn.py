@@ -29,6 +29,7 @@ def train_for_nothing(recipe, overrides):
         ("sd3_flow_grpo", "zero3"),
     ],
 )
+@pytest.mark.ci_cases("sd3_nft-zero2", "sd3_flow_grpo-zero3")
 def test_equal_rewards_skip_the_step_without_an_alarm(two_ranks, tiny_pipelines, tmp_path, recipe, engine):
     overrides = [
         f"run.output_dir={tmp_path / 'run'}",

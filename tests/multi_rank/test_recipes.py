@@ -36,6 +36,7 @@ EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs an
 # Recipes of demos that differ from another one only in the reward or in the number of steps.
 TWINS = {"digits/dmd2_one_step", "edits/nft_judge", "edits/nft_preservation", "long/nft_naive", "moving/nft_naive"}
 LONG = {*SHARDED, *EDITS, *TWINS} - {"qwen_image_edit_nft", "flux_kontext_flow_grpo"}
+IN_CI = ("_nft", "_sft", "_sft_lora")
 # Kinds of runs without a shipped recipe.
 OTHERS = (
     "sana_wm_flow_grpo",
@@ -222,8 +223,14 @@ def assert_tiny_trains(ranks, name, out, *overrides):
 
 
 def choose_tier(name):
-    """Return the marks of a run on one rank. Sharded recipes run on two ranks more often."""
-    return [pytest.mark.unit] if name in OFTEN else [pytest.mark.long] if name in LONG else []
+    """Return the marks of a run on one rank: .ci/run trains SFT and NFT of each family, and all algorithms with SD3.
+
+    Sharded recipes run on two ranks instead.
+    """
+    if name in OFTEN:
+        return [pytest.mark.unit]
+    in_ci = name not in LONG and "history" not in name and name.startswith("sd3_") | name.endswith(IN_CI)
+    return [] if in_ci else [pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=choose_tier(name)) for name in SHIPPED])

@@ -34,6 +34,7 @@ def names(folder):
     ("case", "stop_at"),
     [*((case, 2) for case in CASES), ("sft lora zero2", 0)],
 )
+@pytest.mark.ci_cases("nft lora zero2-2", "flow_grpo full zero3-2", "sft full zero3-2", "dmd2 lora zero2-2")
 def test_a_resumed_run_equals_an_uninterrupted_run(case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
