@@ -10,8 +10,9 @@ RELATIVE = 1e-4
 # changes a reward by 1 / (255 * 3 * 32 * 32), and an advantage by that change divided by the group's reward std.
 PICTURES_RELATIVE, PICTURES_ABSOLUTE = 5e-3, 5e-4
 ROUNDED_REWARD = 4 / (255 * 3 * 32 * 32)
-# AdamW divides by the gradient's size, so this changes weights by a fraction of the learning rate, 3e-2.
-PICTURES_WEIGHTS = 2e-3
+# AdamW divides by the gradient's size, so this changes weights by a fraction of the learning rate, 3e-2, that depends
+# on the CPU.
+PICTURES_WEIGHTS = 5e-3
 
 
 def records(folder):
