@@ -229,7 +229,11 @@ def choose_tier(name):
     """
     if name in OFTEN:
         return [pytest.mark.unit]
-    in_ci = name not in LONG and "history" not in name and name.startswith("sd3_") | name.endswith(IN_CI)
+    in_ci = (
+        name not in {*LONG, "sd3_nft_async"}
+        and "history" not in name
+        and name.startswith("sd3_") | name.endswith(IN_CI)
+    )
     return [] if in_ci else [pytest.mark.long]
 
 
@@ -239,6 +243,10 @@ def test_a_shipped_recipe_trains_with_tiny_and_its_export_loads(name, one_rank, 
 
 
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.ci_cases(
+    *("sd3_image_sft", "wan21_i2v_sft_lora", "wan_14b_dmd2", "wan_long_video_sft_lora", "hunyuan_video15_sft"),
+    *("cosmos3_nano_sft", "cosmos3_nano_actions_sft", "cosmos3_super_sft_lora", "reason_llava_sft"),
+)
 def test_a_recipe_that_shards_its_model_or_samples_trains_with_tiny_on_two_ranks(name, two_ranks, tmp_path):
     assert_tiny_trains(two_ranks, name, tmp_path / "out")
 

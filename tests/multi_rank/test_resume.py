@@ -34,7 +34,7 @@ def names(folder):
     ("case", "stop_at"),
     [*((case, 2) for case in CASES), ("sft lora zero2", 0)],
 )
-@pytest.mark.ci_cases("nft lora zero2-2", "flow_grpo full zero3-2", "sft full zero3-2", "dmd2 lora zero2-2")
+@pytest.mark.ci_cases("nft lora zero2-2", "sft full zero3-2", "dmd2 lora zero2-2")
 def test_a_resumed_run_equals_an_uninterrupted_run(case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
@@ -79,6 +79,7 @@ def test_a_new_run_starts_from_an_interval_checkpoint_of_another_run(two_ranks, 
         ("sft full zero3", ["engine.deepspeed=zero2", "engine.gradient_accumulation=4", "model.dtype=float32"]),
     ],
 )
+@pytest.mark.ci_cases("nft lora zero2-alone0")
 def test_a_run_resumes_with_other_ranks_and_zero_stages(
     case, alone, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
 ):

@@ -36,6 +36,7 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
     ],
     ids=["lora", "merged", "full", "grpo"],
 )
+@pytest.mark.ci_cases("lora")
 def test_replayed_rollouts_equal_plain_rollouts_bit_for_bit(name, overrides, train):
     """The weights change between the steps. Graphs recorded in the first step must use the new weights."""
     plain, replayed = train("plain", name, *overrides), train("replayed", name, *overrides, GRAPH)
@@ -50,6 +51,7 @@ def test_merged_and_joint_rollouts_equal_plain_rollouts_up_to_rounding(train):
     assert_same_runs(plain, train("cheaper", "sd3_nft", OLD, *GUIDED, MERGED, JOINT, ranks=1))
 
 
+@pytest.mark.long
 def test_each_of_two_experts_is_merged_and_replayed(train):
     video = ["sampling.num_frames=5", "reward.functions=[{name: motion}]", OLD]
     plain = train("plain", "sd3_nft", *video, family="wan22")

@@ -67,6 +67,7 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("case", [c if c == "full zero3" else pytest.param(c, marks=pytest.mark.slow) for c in NFT])
+@pytest.mark.ci_cases("full zero3", "lora zero2")
 def test_nft_on_two_ranks_equals_nft_on_one(case, both, tmp_path):
     both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]

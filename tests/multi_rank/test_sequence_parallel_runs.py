@@ -92,6 +92,7 @@ def test_nft_with_sequence_parallelism_equals_one_rank(engine, both, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "engine"), [("sd3_flow_grpo", []), ("sd3_mix_grpo", ["lora=null"])])
+@pytest.mark.ci_cases("sd3_flow_grpo-engine0")
 def test_flow_grpo_with_sequence_parallelism_equals_one_rank(name, engine, both, tmp_path):
     common = ["run.steps=2", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03", "engine.deepspeed=zero3"]
     counts = both(name, *common, *engine)
@@ -129,6 +130,7 @@ def test_sft_with_sequence_parallelism_equals_one_rank_and_reads_every_sample_on
 
 
 @pytest.mark.parametrize("family", ["wan22", "moving"])  # a model with two experts, and one with three heads
+@pytest.mark.ci_cases("moving")
 def test_videos_with_sequence_parallelism_equal_one_rank(family, both):
     counts = both(
         "sd3_nft",
@@ -140,6 +142,7 @@ def test_videos_with_sequence_parallelism_equal_one_rank(family, both):
 
 
 @pytest.mark.parametrize("case", ["sft lora zero2", "nft full zero3"])
+@pytest.mark.ci_cases("sft lora zero2")
 def test_a_run_resumes_with_or_without_sequence_parallelism(
     case, one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path
 ):

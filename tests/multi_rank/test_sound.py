@@ -39,6 +39,7 @@ def room(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.ci_cases("sft")
 def test_runs_are_the_same_on_one_rank_on_two_resumed_and_from_cached_latents(
     case, one_rank, two_ranks, tiny_pipelines, room, tmp_path
 ):

@@ -55,6 +55,7 @@ def test_two_ranks_equal_one_process(name, two_ranks):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.ci_cases("sd3", "wan, times of tokens", "cosmos25, actions")
 def test_three_ranks_equal_one_process(name, three_ranks):
     for found in three_ranks.run(variants_on_rank, name=name):
         require_equal(found)

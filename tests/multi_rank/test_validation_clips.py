@@ -63,6 +63,7 @@ def test_samples_of_several_clips_are_scored_by_clip(one_rank, two_ranks, tiny_p
         assert sum(1 for _ in video.decode(video=0)) == 25
 
 
+@pytest.mark.long
 def test_one_clip_has_the_metrics_of_before(one_rank, tiny_pipelines, videos, tmp_path):
     """The first of several clips has the scores of a single clip, which reports nothing by clip."""
     folder, frames, moves = videos

@@ -49,6 +49,7 @@ def samples_trained(folder):
 
 
 @pytest.mark.parametrize(("stage", "lora"), [("zero2", "{rank: 4, alpha: 8}"), ("zero3", "null")])
+@pytest.mark.ci_cases("zero2-{rank: 4, alpha: 8}")
 def test_skipping_terms_without_gradient_does_not_change_the_weights(two_ranks, tiny_pipelines, tmp_path, stage, lora):
     for folder, run_all in (("all", True), ("few", False)):
         changes = [*OVERRIDES, f"engine.deepspeed={stage}", f"lora={lora}"]

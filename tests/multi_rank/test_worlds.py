@@ -35,6 +35,7 @@ ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.long
 def test_a_demo_learns_the_same_on_one_rank_on_two_and_with_workers(
     name, one_rank, two_ranks, tiny_pipelines, tmp_path
 ):
