@@ -36,6 +36,7 @@ DIFFERENT = [name for name in RELEASED if name != "qwen_image_edit_2509"]  # its
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [*((name, "sft") for name in DIFFERENT), ("cosmos2b", "nft")])
+@pytest.mark.ci_cases("sd35m-sft", "wan1.3b-sft", "cosmos2b-nft")
 def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
     recipe, subject = (
         flops.make_published_recipe(algorithm, RELEASED[name]),

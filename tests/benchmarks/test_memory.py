@@ -25,8 +25,8 @@ def test_every_recipe_states_memory_that_fits(path):
 
 
 def choose_marks(path):
-    """Mark most cases as `long`, because each takes seconds: only one per family and length runs by default."""
-    often = path.stem in ("sd3_nft", "cp_ddrl_14b", "wan22_sft_lora", "sana_video_nft")
+    """Mark most cases as `long`, because each takes seconds: .ci/run has one image and one video recipe."""
+    often = path.stem in ("sd3_nft", "sana_video_nft")
     return [] if often else [pytest.mark.long]
 
 
@@ -35,6 +35,7 @@ def test_the_statement_is_the_estimate(path):
     assert memory.make_statement(path) in path.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.long
 def test_a_base_in_fewer_bits_saves_its_bytes(monkeypatch):
     monkeypatch.setattr(memory, "PRECISIONS", (None, "fp8", "int8"))
     row = memory.precisions_row(memory.RECIPES / "sd3_nft.yaml", [], 8)
