@@ -376,6 +376,7 @@ def test_wheels_need_no_python_of_the_other_machine_and_are_complete_or_absent(t
     assert not list(empty.glob(".whl*"))
 
 
+@pytest.mark.long
 def test_the_whole_day_is_rehearsed_within_a_time_budget(root, tmp_path):
     """Run every line on a CPU with tiny pipelines, and with them every file of tests/gpu, so that mistakes in them cost
     no GPU time."""
