@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sums_of_compiled_blocks_have_the_same_order_with_and_without_gradient(root, tmp_path):
     """Otherwise policies with equal weights have different log-probabilities. torch's default options are the
     counterexample: a benchmark at run time chooses the order of the sums over the channels of a head."""
