@@ -33,9 +33,21 @@ SLOW_FOLDERS = {"benchmarks", "faults", "kernels", "rehearsal"}
 FIRST_FOLDERS = ("end_to_end", "reference", "multi_rank", "benchmarks", "rehearsal", "engine", "faults")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def check_ci_cases(items: list[pytest.Item]) -> None:
+    """Raise UsageError if a mark `ci_cases` names a case that does not exist."""
+    ids = {item.nodeid for item in items}
+    for item in items:
+        if (kept := item.get_closest_marker("ci_cases")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if unknown := [case for case in kept.args if f"{test}[{case}]" not in ids]:
+                raise pytest.UsageError(f"{test}: ci_cases names cases that do not exist: {unknown}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by folder, and order them. Tests that start ranks or are in SLOW_FOLDERS are slow, unless marked
     `unit`. `ci_cases(ID, ...)`: all other cases of this test are long."""
+    if config.option.markexpr:  # a tier, not single cases
+        check_ci_cases(items)
     items.sort(key=lambda item: FIRST_FOLDERS.index(name) if (name := item.path.parent.name) in FIRST_FOLDERS else 99)
     for item in items:
         if (kept := item.get_closest_marker("ci_cases")) and item.callspec.id not in kept.args:

@@ -233,11 +233,13 @@ def _modulation_variants(x: str, m: str, n: int) -> Iterator[KernelVariant]:
     parts = ("dscale", "dgate", "part", "part_scale", "part_shift")
     frozen = tensors | dict.fromkeys(parts)
     norm: dict[str, Any] = {"warps": warps, "max_registers": 128, "BLOCK": block, "PLUS_ONE": True}
-    yield _make_variant("layer_norm_kernel", label, tensors, reads=(x, m, m), writes=(x,), **norm)
-    kernel = "layer_norm_gradient_kernel"
-    yield _make_variant(kernel, label, frozen, reads=(x, x, m), writes=(x,), **norm)
+    kernel = "adaptive_norm_gradient_kernel"
     sums, writes = tensors | {"dscale": None}, (x, "fp32", "fp32")
-    yield _make_variant(kernel, f"{label}, sums", sums, reads=(x, x, m), writes=writes, **norm)
+    for center in (True, False) if x == m else (True,):
+        norm["CENTER"], name = center, label if center else f"{label}, RMS"
+        yield _make_variant("adaptive_norm_kernel", name, tensors, reads=(x, m, m), writes=(x,), **norm)
+        yield _make_variant(kernel, name, frozen, reads=(x, x, m), writes=(x,), **norm)
+        yield _make_variant(kernel, f"{name}, sums", sums, reads=(x, x, m), writes=writes, **norm)
     gate: dict[str, Any] = {"warps": GATE_WARPS, "BLOCK": GATE_BLOCK}
     yield _make_variant("gate_residual_kernel", label, tensors, reads=(x, x, m), writes=(x,), **gate)
     yield _make_variant("gate_residual_gradient_kernel", label, frozen, reads=(x, m), writes=(x,), **gate)

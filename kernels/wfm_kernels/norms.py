@@ -46,8 +46,8 @@ def adaptive_layer_norm(
     Differentiable once, with respect to x, scale and shift. Raises ValueError for invalid arguments.
     """
     _require_scale_and_shift(x, scale, shift)
-    triton = should_use_triton(backend, x[:1], scale, shift)
-    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, True, plus_one, triton)
+    center, triton = True, should_use_triton(backend, x[:1], scale, shift)
+    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, center, plus_one, triton)
     return result
 
 
@@ -59,8 +59,8 @@ def adaptive_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, *, eps: float, ba
     _require_scale_and_shift(x, scale, shift)
     if scale.dtype != x.dtype:
         raise ValueError(f"scale and shift must be {x.dtype}, got {scale.dtype}")
-    triton = should_use_triton(backend, x[:1], scale, shift)
-    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, False, True, triton)
+    center, plus_one, triton = False, True, should_use_triton(backend, x[:1], scale, shift)
+    result: Tensor = adaptive_norm_operator(x, scale, shift, eps, center, plus_one, triton)
     return result
 
 

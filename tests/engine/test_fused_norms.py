@@ -107,7 +107,7 @@ def test_variants_of_blocks_equal_those_of_diffusers(name):
 
 @check_each("adaln", [False, True])
 @check_each("directions", [(True, True), (True, False), (False, True), (False, False)])
-def test_blocks_of_all_ltx2_versions_equal_those_of_diffusers(adaln, directions):
+def test_blocks_of_ltx2_and_ltx23_equal_those_of_diffusers(adaln, directions):
     torch.manual_seed(0)
     sizes = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32}
     sound = {"audio_dim": 16, "audio_num_attention_heads": 2, "audio_attention_head_dim": 8}
@@ -115,9 +115,8 @@ def test_blocks_of_all_ltx2_versions_equal_those_of_diffusers(adaln, directions)
         **sizes, **sound, audio_cross_attention_dim=16, video_cross_attn_adaln=adaln, audio_cross_attn_adaln=adaln
     )
     fused = torch.nn.ModuleList([copy.deepcopy(plain)])
-    assert (
-        fuse_norms(fused) == 9
-    )  # the block and its norms; the norms of queries and keys are torch.nn.RMSNorm, one kernel already
+    # the block and its norms; the norms of queries and keys are torch.nn.RMSNorm, one kernel already
+    assert fuse_norms(fused) == 9
     times = {"temb": (1, 9 if adaln else 6, 32), "temb_audio": (4, 9 if adaln else 6, 16)}
     times |= {"temb_ca_scale_shift": (5, 4, 32), "temb_ca_audio_scale_shift": (1, 4, 16)}
     times |= {"temb_ca_gate": (1, 1, 32), "temb_ca_audio_gate": (1, 1, 16)}
@@ -160,7 +159,19 @@ def test_sequence_parallelism_and_checkpointing_work_with_fused_norms(name, two_
 @pytest.mark.ci_cases("wan21")  # others take up to a minute
 @pytest.mark.parametrize(
     "family",
-    ["sd3", "wan21", "wan22_ti2v", "cosmos25", "flux_kontext", "qwen_image", "hunyuan_video15", "ltx2", "sana_video"],
+    [
+        "sd3",
+        "wan21",
+        "wan22_ti2v",
+        "cosmos25",
+        "flux_kontext",
+        "qwen_image",
+        "hunyuan_video15",
+        "ltx2",
+        "sana_video",
+        "sana_wm",
+        "z_image",
+    ],
 )
 def test_triton_kernels_compute_the_same_with_other_orders_of_sums(family, tiny_pipelines, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")

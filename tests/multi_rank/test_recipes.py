@@ -33,9 +33,7 @@ OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # these also ru
 SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
 # The recipes for edits differ in few settings. Of these nine recipes, .ci/run runs only two.
 EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs and "/" not in name}
-# Recipes of demos that differ from another one only in the reward or in the number of steps.
-TWINS = {"digits/dmd2_one_step", "edits/nft_judge", "edits/nft_preservation", "long/nft_naive", "moving/nft_naive"}
-LONG = {*SHARDED, *EDITS, *TWINS} - {"qwen_image_edit_nft", "flux_kontext_flow_grpo"}
+LONG = {*SHARDED, *EDITS, "sd3_nft_async"} - {"qwen_image_edit_nft", "flux_kontext_nft"}
 IN_CI = ("_nft", "_sft", "_sft_lora")
 # Kinds of runs without a shipped recipe.
 OTHERS = (
@@ -223,17 +221,11 @@ def assert_tiny_trains(ranks, name, out, *overrides):
 
 
 def choose_tier(name):
-    """Return the marks of a run on one rank: .ci/run trains SFT and NFT of each family, and all algorithms with SD3.
-
-    Sharded recipes run on two ranks instead.
-    """
+    """Return the marks of a run on one rank. .ci/run trains most families with SFT and NFT, and SD3 with all
+    algorithms. Sharded recipes run on two ranks instead."""
     if name in OFTEN:
         return [pytest.mark.unit]
-    in_ci = (
-        name not in {*LONG, "sd3_nft_async"}
-        and "history" not in name
-        and name.startswith("sd3_") | name.endswith(IN_CI)
-    )
+    in_ci = name not in LONG and "history" not in name and (name.startswith("sd3_") or name.endswith(IN_CI))
     return [] if in_ci else [pytest.mark.long]
 
 

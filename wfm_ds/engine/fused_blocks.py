@@ -257,9 +257,11 @@ def forward_cosmos_block(
     image_rotary_emb: Any = None,
     extra_pos_emb: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    *_: Any,
+    controlnet_residual: None = None,
+    latents: None = None,
+    block_idx: int | None = None,
 ) -> Tensor:
-    """Without the arguments for control networks, which no family has."""
+    """A block of a model without control networks."""
     x = hidden_states if extra_pos_emb is None else hidden_states + extra_pos_emb
     normed, gate = block.norm1(x, embedded_timestep, temb)
     x = add_gated(x, block.attn1(normed, image_rotary_emb=image_rotary_emb), gate)
@@ -354,12 +356,9 @@ def forward_sana_wm_block(
 
 
 def forward_z_image_block(
-    block: Any, x: Tensor, attn_mask: Tensor | None, freqs_cis: Tensor, adaln_input: Tensor | None = None
+    block: Any, x: Tensor, attn_mask: Tensor | None, freqs_cis: Tensor, adaln_input: Tensor
 ) -> Tensor:
-    """Also for blocks without modulation, whose code stays that of diffusers."""
-    if not block.modulation:
-        result: Tensor = type(block).forward(block, x, attn_mask, freqs_cis)
-        return result
+    """A block with one modulation for all tokens, called by BatchedZImage."""
     scale, gate, scale_mlp, gate_mlp = block.adaLN_modulation(adaln_input).unsqueeze(1).chunk(4, dim=2)
     attended = block.attention(block.attention_norm1(x) * (1.0 + scale), attention_mask=attn_mask, freqs_cis=freqs_cis)
     x = add_gated(x, block.attention_norm2(attended), gate.tanh())

@@ -1,4 +1,7 @@
-"""Forward function of LTX-2's blocks with fused modulations and gates, for fused_norms.py."""
+"""Forward function of LTX-2's blocks with fused modulations and gates, for fused_norms.py.
+
+It must call each module that owns parameters, so that ZeRO-3 gathers them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def attend_text(
     return add_gated(x, attention(modulate_rms(norm, x, scale, shift), **options), gate)
 
 
-def add_mlp(x: Tensor, norm: Any, mlp: Any, modulation: Sequence[Tensor]) -> Tensor:
+def add_modulated_mlp(x: Tensor, norm: Any, mlp: Any, modulation: Sequence[Tensor]) -> Tensor:
     shift, scale, gate = modulation[3:6]
     return add_gated(x, mlp(modulate_rms(norm, x, scale, shift)), gate)
 
@@ -77,17 +80,17 @@ def forward_ltx2_block(
     perturbation_mask: Tensor | None = None,
     all_perturbed: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    def modulation(table: Tensor, times: Tensor) -> Sequence[Tensor]:
+    def split_modulation(table: Tensor, times: Tensor) -> Sequence[Tensor]:
         parts: Sequence[Tensor] = block.get_mod_params(table, times, len(hidden_states))
         return parts
 
-    def text_modulation(table: Tensor, times: Tensor | None) -> Sequence[Tensor]:
-        return table[None, None].to(hidden_states.dtype).unbind(2) if times is None else modulation(table, times)
+    def split_text_modulation(table: Tensor, times: Tensor | None) -> Sequence[Tensor]:
+        return table[None, None].to(hidden_states.dtype).unbind(2) if times is None else split_modulation(table, times)
 
     video, audio = hidden_states, audio_hidden_states
     options = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed} if block.perturbed_attn else {}
-    video_mod = modulation(block.scale_shift_table, temb)
-    audio_mod = modulation(block.audio_scale_shift_table, temb_audio)
+    video_mod = split_modulation(block.scale_shift_table, temb)
+    audio_mod = split_modulation(block.audio_scale_shift_table, temb_audio)
     options["attention_mask"], options["query_rotary_emb"] = self_attention_mask, video_rotary_emb
     video = attend_self(video, block.norm1, block.attn1, video_mod, **options)
     options["attention_mask"], options["query_rotary_emb"] = audio_self_attention_mask, audio_rotary_emb
@@ -95,8 +98,8 @@ def forward_ltx2_block(
     text_mods: list[Sequence[Tensor] | None] = [None, None]
     if block.cross_attn_adaln:
         text_mods = [
-            text_modulation(block.prompt_scale_shift_table, temb_prompt),
-            text_modulation(block.audio_prompt_scale_shift_table, temb_prompt_audio),
+            split_text_modulation(block.prompt_scale_shift_table, temb_prompt),
+            split_text_modulation(block.audio_prompt_scale_shift_table, temb_prompt_audio),
         ]
     video_text = encoder_hidden_states, text_mods[0], encoder_attention_mask
     audio_text = audio_encoder_hidden_states, text_mods[1], audio_encoder_attention_mask
@@ -104,8 +107,8 @@ def forward_ltx2_block(
     audio = attend_text(audio, block.audio_norm2, block.audio_attn2, audio_mod, *audio_text)
     if use_a2v_cross_attention or use_v2a_cross_attention:
         table, audio_table = block.video_a2v_cross_attn_scale_shift_table, block.audio_a2v_cross_attn_scale_shift_table
-        parts = modulation(table[:4], temb_ca_scale_shift)  # scale and shift for each of the two directions
-        audio_parts = modulation(audio_table[:4], temb_ca_audio_scale_shift)
+        parts = split_modulation(table[:4], temb_ca_scale_shift)  # scale and shift for each of the two directions
+        audio_parts = split_modulation(audio_table[:4], temb_ca_audio_scale_shift)
         first_video, first_audio = video, audio  # both directions read the states before the other one
         if use_a2v_cross_attention:
             attended = block.audio_to_video_attn(
@@ -115,7 +118,7 @@ def forward_ltx2_block(
                 key_rotary_emb=ca_audio_rotary_emb,
                 attention_mask=a2v_cross_attention_mask,
             )
-            video = add_gated(video, attended, modulation(table[4:], temb_ca_gate)[0])
+            video = add_gated(video, attended, split_modulation(table[4:], temb_ca_gate)[0])
         if use_v2a_cross_attention:
             attended = block.video_to_audio_attn(
                 modulate_rms(block.video_to_audio_norm, first_audio, *audio_parts[2:]),
@@ -124,6 +127,6 @@ def forward_ltx2_block(
                 key_rotary_emb=ca_video_rotary_emb,
                 attention_mask=v2a_cross_attention_mask,
             )
-            audio = add_gated(audio, attended, modulation(audio_table[4:], temb_ca_audio_gate)[0])
-    video = add_mlp(video, block.norm3, block.ff, video_mod)
-    return video, add_mlp(audio, block.audio_norm3, block.audio_ff, audio_mod)
+            audio = add_gated(audio, attended, split_modulation(audio_table[4:], temb_ca_audio_gate)[0])
+    video = add_modulated_mlp(video, block.norm3, block.ff, video_mod)
+    return video, add_modulated_mlp(audio, block.audio_norm3, block.audio_ff, audio_mod)

@@ -2,7 +2,7 @@
 
 On a GPU, each chain of elementwise operators becomes one kernel of wfm_kernels. On a CPU, the operators of diffusers
 run in the same order. Names, parameters and results of the modules stay the same, except for rounding. Other modules
-keep their code. The blocks are in fused_blocks.py.
+keep their code. The blocks are in fused_blocks.py and fused_ltx2_block.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAdaLayerNormZ
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3NemotronRMSNorm
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import Tensor, nn
 
 from wfm_ds.engine.fused_blocks import BLOCK_FORWARDS, Forward, modulate
@@ -60,9 +61,10 @@ def can_fuse(module: nn.Module) -> bool:
         return False  # the blocks pass these norms to the kernels together with their modulation
     if isinstance(module, RMSNorm):
         return part.bias is None and len(part.dim) == 1 and part.dim[0] <= MAX_NORM_ROW
-    if isinstance(module, LTX2VideoTransformerBlock) and part.norm1.weight is not None:
+    without_weights = (SanaTransformerBlock, SanaVideoTransformerBlock, LTX2VideoTransformerBlock)
+    if isinstance(module, without_weights) and part.norm2.weight is not None:
         return False
-    if isinstance(module, (SanaTransformerBlock, SanaVideoTransformerBlock)) and part.norm2.weight is not None:
+    if isinstance(module, ZImageTransformerBlock) and not part.modulation:
         return False
     shapes = [norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)]
     shapes += [norm.dim for norm in module.modules() if isinstance(norm, RMSNorm)]

@@ -1,4 +1,4 @@
-"""Backward passes and optimizer steps of a DeepSpeed engine, for one trained adapter at a time."""
+"""Backward passes and optimizer steps of a DeepSpeed engine, for one trained adapter at a time, and their schedules."""
 
 from __future__ import annotations
 

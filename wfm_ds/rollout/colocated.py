@@ -55,7 +55,7 @@ class ColocatedSource:
         """
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
-        self.accumulates_fast = (
+        self.accumulates_fast = (  # without float8 layers, no need to search for them in each rollout
             job.recipe.model.base_precision == "fp8" and not job.recipe.rl.algorithm.compares_log_probs
         )
         self.histories = None if layout is None else ReplicaHistories(job, layout)
