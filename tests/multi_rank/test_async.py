@@ -121,9 +121,7 @@ def test_flow_grpo_with_workers_equals_flow_grpo_without_workers(name, train, tm
     assert first["policy/ratio_start_abs_dev"] < 1e-6, "workers and ranks agree about log-probabilities"
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("sd3_nft", [OLD]), pytest.param("sd3_mix_grpo", GRPO, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "changes"), [("sd3_nft", [OLD]), ("sd3_mix_grpo", GRPO)])
 @pytest.mark.long
 def test_sequence_parallelism_works_with_workers_and_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"

@@ -146,8 +146,8 @@ def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, t
     ("name", "overrides"),
     [
         ("sd3_nft", []),
-        pytest.param("sd3_nft", [explore(8, 2, True)], marks=pytest.mark.long),
-        pytest.param("sd3_nft", [explore(8, 2, False)], marks=pytest.mark.long),
+        ("sd3_nft", [explore(8, 2, True)]),
+        ("sd3_nft", [explore(8, 2, False)]),
         # Transitions are transferred between ranks too, with their log-probabilities and means.
         (
             "sd3_flow_grpo",

@@ -59,7 +59,7 @@ def zero3_with_leaves(folder):
 @pytest.mark.parametrize(
     ("config", "lora", "checkpointing"),
     [
-        pytest.param("zero1", False, False, marks=pytest.mark.long),
+        ("zero1", False, False),
         ("zero2", True, True),
         ("zero3, leaves", False, True),
     ],
@@ -145,7 +145,7 @@ def runs(tiny_pipelines, tmp_path):
     ("name", "overrides"),
     [
         ("sd3_flow_grpo", ["algorithm.old_log_prob=rollout", "algorithm.updates_per_rollout=1"]),
-        pytest.param("sd3_nft", ["model.gradient_checkpointing=true"], marks=pytest.mark.long),
+        ("sd3_nft", ["model.gradient_checkpointing=true"]),
     ],
 )
 @pytest.mark.long

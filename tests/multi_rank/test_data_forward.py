@@ -127,7 +127,7 @@ def test_data_at_the_first_trained_step_only(two_ranks, compare):
     assert compare(two_ranks, "algorithm.data_on_first_only=true", "engine.deepspeed=zero3") == (4, 7)
 
 
-@pytest.mark.parametrize("first_only", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first_only", [False, True])
 @pytest.mark.long
 def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first_only):
     """The first rank trains on two of its four samples and pads with samples of weight 0."""
@@ -135,7 +135,7 @@ def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first
     assert compare(two_ranks, *settings, dropped=[0, 1]) == ((4, 7) if first_only else (4, 8))
 
 
-@pytest.mark.parametrize("first_only", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first_only", [False, True])
 @pytest.mark.long
 def test_two_experts(two_ranks, compare, first_only):
     trained = ["algorithm.train_on=[0, 1, 2, 3]", f"algorithm.data_on_first_only={first_only}"]

@@ -26,9 +26,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long if "zero2" in kind else []) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ci_cases("full zero3")
 def test_dgpo_on_two_ranks_equals_dgpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, tmp_path):
     for where, ranks in (("one", one_rank), ("two", two_ranks)):
