@@ -110,6 +110,7 @@ def user_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "modules")
 
 
+@pytest.mark.slow
 def test_every_block_is_valid_or_marked_as_text(minimal_recipes, user_modules, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     problems = [

@@ -364,6 +364,7 @@ def launched(tmp_path):
             job.process.wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_code(launched):
     job = launched("-m", "wfm_ds.launch", mode="exit9")
     facts = job.facts()

@@ -74,6 +74,7 @@ def hostile_files():
         yield f"config {text[:20]}", GOOD, None, text
 
 
+@pytest.mark.slow
 def test_each_malicious_file_is_a_short_one_line_error(tmp_path, tiny_pipelines, capsys):
     failures, base = [], str(tiny_pipelines("sd3"))
     for number, (name, tensors, header, config) in enumerate(hostile_files()):

@@ -155,6 +155,7 @@ NAMES_IN_DOCS = {
 
 
 @check_each(("family", "outcomes"), LOADED_BY_DIFFUSERS.items())
+@pytest.mark.slow
 def test_diffusers_loads_the_layouts_listed_in_the_docs(family, outcomes, export, tmp_path, capsys):
     lora, parts, folder = export(family)
     want = {name: layer.delta() for name, layer in parts["transformer"].items()}

@@ -89,6 +89,7 @@ def pixels(file):
     return np.asarray(Image.open(file).convert("RGB"))
 
 
+@pytest.mark.slow
 def test_sources_of_options_and_prompt_files_reach_the_model(images, tiny_pipelines):
     pipeline = tiny_pipelines("flux2")
     _, one = generate(images, "one", "--source", str(images / "1.png"), model=pipeline)

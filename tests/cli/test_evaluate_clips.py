@@ -51,6 +51,7 @@ def count_models(monkeypatch):
     return counts
 
 
+@pytest.mark.slow
 def test_models_are_compared_clip_by_clip(tiny_pipelines, data, tmp_path, capsys, monkeypatch):
     counts = count_models(monkeypatch)
     recipe, frames, moves = data

@@ -229,6 +229,7 @@ def test_show_prints_a_recipe_with_the_values_of_its_defaults_and_their_files(ca
 
 
 @check_each(("name", "recipe"), SHIPPED.items())
+@pytest.mark.slow
 def test_every_shown_recipe_is_the_recipe(name, recipe, tmp_path):
     (tmp_path / "shown.yaml").write_text(annotate_recipe(shipped_recipes.require_recipe(name)))
     assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe
@@ -261,6 +262,7 @@ def test_a_folder_is_described(tiny_pipelines, capsys):
 # ---- checks in an empty folder
 
 
+@pytest.mark.slow
 def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["check", "sd3_nft", "--tiny", "--gpus", "2", "run.seed=3", "model.dtype=float32"]) == 0

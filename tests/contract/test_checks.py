@@ -213,6 +213,7 @@ def subject(tiny_pipelines):
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_is_found_and_named(subject, family, check, says):
     (finding,) = run_checks(subject(family), [check])
     assert finding.name == check.__name__.removeprefix("check_").replace("_", " ")

@@ -67,6 +67,7 @@ def command(folder, **environment):
     )
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_bytes_again_and_refuses_a_used_folder(out, tmp_path):
     made = command(tmp_path / "again", PYTHONHASHSEED="7")
     assert (made.returncode, made.stderr) == (0, "")

@@ -76,6 +76,7 @@ def write_run(run, first, kind="held_out"):
     (run / "result.json").write_text("{}")
 
 
+@pytest.mark.slow
 def test_the_report_compares_the_clips_of_all_runs(walks, tmp_path):
     folder = tmp_path / "long"
     (folder / "data").mkdir(parents=True)

@@ -102,6 +102,7 @@ def test_unwritable_folder_is_a_user_error(tmp_path):
         setup_logging(tmp_path / "file", 0, console=True)
 
 
+@pytest.mark.slow
 def test_noisy_libraries_warn_once_on_the_console_and_with_their_rank_in_the_file(tmp_path):
     script = (
         "import logging, sys; from pathlib import Path\n"

@@ -150,6 +150,7 @@ def test_tensorboard_has_the_same_scalars_and_images(finished):
     assert [image.step for image in events.Images("samples")] == [0, 2]
 
 
+@pytest.mark.slow
 def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp_path, capsys):
     from wfm_ds.cli.main import main
 

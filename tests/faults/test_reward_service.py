@@ -86,7 +86,6 @@ def send_job_signals(process):
         process.send_signal(number)
 
 
-@pytest.mark.unit
 def test_after_a_killed_worker_only_its_task_is_repeated(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 1.0}
     recipe = a_recipe({"name": BRIGHTNESS, "max_batch": 2, "workers": 2, "options": options})

@@ -53,7 +53,6 @@ def hit(rollouts, life, number=signal.SIGKILL):
     os.kill(rollouts.workers[0].child.process.pid, number)
 
 
-@pytest.mark.unit
 def test_a_rollout_worker_is_given_up_after_deaths_without_progress(rollouts, monkeypatch):
     monkeypatch.setattr(service, "MAX_DEATHS", 2)
     child, client = rollouts.workers[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
@@ -99,7 +98,6 @@ def test_a_starting_rollout_worker_exits_at_once(tmp_path, ask):
         process.wait()
 
 
-@pytest.mark.unit
 def test_a_reward_with_occasionally_dying_workers_is_not_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
     monkeypatch.syspath_prepend(TESTS / "reward")

@@ -35,7 +35,6 @@ def check(case, beta, backend):
     close(gradient, exact_gradient, GRADIENT[gradient.dtype])
 
 
-@pytest.mark.unit
 @check_each("backend", BACKENDS)
 @check_each("ref", [False, True])
 @check_each("shape", SHAPES)

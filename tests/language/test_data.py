@@ -151,6 +151,7 @@ def test_a_replaced_image_is_left_out_of_its_row(load, squares):
     source.close()
 
 
+@pytest.mark.slow
 def test_annotations_and_media_can_be_on_s3(load, squares, s3_server, s3_proxy):
     client, (_, _, here) = s3_server[1], load()
     rows = json.loads((squares / "annotations.json").read_text())

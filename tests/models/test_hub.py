@@ -60,6 +60,7 @@ def refusal(path=NAME, revision=None):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_files_of_the_parts_are_fetched_once_and_no_others(
     site, tmp_path, monkeypatch, tiny_pipelines, caplog, capfd
 ):

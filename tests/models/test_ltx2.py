@@ -44,6 +44,7 @@ def make_sampler(model, **settings):
         ({"guidance_scale": 3.0, "guidance": STOCK_GUIDANCE}, 4),
     ],
 )
+@pytest.mark.slow
 def test_latents_pixels_and_sound_equal_the_diffusers_pipeline(settings, passes, model, tiny_pipelines):
     """With its own noise, and with the defaults of its guidance in the last case."""
     pipeline = load_reference_pipeline(tiny_pipelines("ltx2"), CASES["ltx2"])

@@ -23,6 +23,7 @@ def index_folder(tmp_path, text):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_tiny_pipeline_has_a_family(tiny_pipelines):
     assert registry.model_families()["sd3"] is StableDiffusion3
     assert {registry.find_family(tiny_pipelines(family)) for family in FAMILIES} == set(

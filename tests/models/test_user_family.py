@@ -46,6 +46,7 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert set(verdicts) == {"passed", "-"}
 
 
+@pytest.mark.slow
 def test_the_page_s_case_and_larger_weights_make_the_checks_of_packed_tokens_pass(folder, tiny_pipelines, capsys):
     """The pipeline of FLUX.2-dev returns packed tokens. The page's case has no inputs, so this family has none."""
     blocks = [code("own_model.md", f"in {name}.py") for name in ("tiny_lumina", "my_lumina")]

@@ -198,6 +198,7 @@ def test_an_even_selection_has_both_ends():
     assert (chosen[0], chosen[-1], len(set(chosen))) == (0, 99, MAX_STEPS)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_long_run_stays_below_its_size_limit(tmp_path):
     tags = ",".join(f'"time/phase_{k}": -1.23456e-05' for k in range(45))
     line = '{"step": %d, "time": "2026-01-02T03:04:05.678+00:00", "loss/total": 0.25, %s}\n'

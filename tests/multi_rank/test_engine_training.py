@@ -74,7 +74,6 @@ def assert_equal_to_one_process(parts, lora):
     assert moved > 1e-2, "the weights must move much more than the tolerance"
 
 
-@pytest.mark.unit
 @check_each("lora", [True, False])
 @check_each("stage", ["zero1", "zero2", "zero3"])
 def test_two_ranks_train_like_one_process(trained, stage, lora):

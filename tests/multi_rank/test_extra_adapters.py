@@ -222,7 +222,6 @@ def assert_equal_to_two_optimizers(parts):
     assert max(moved) > 1e-2, "the adapters must differ much more than the tolerance"
 
 
-@pytest.mark.unit
 @check_each("stage", ["zero2", "zero3"])
 def test_adapters_train_in_turn_like_two_optimizers(two_ranks, stage):
     assert_equal_to_two_optimizers(two_ranks.run(train_on_ranks, config=stage))

@@ -152,6 +152,7 @@ def require_sentences(seeds, folder):
             assert re.match(r"\S*(recipe\.yaml|override |and \d+ more)", line), line
 
 
+@pytest.mark.slow
 def test_mutated_recipes_are_valid_or_refused_in_a_sentence(folder):
     require_sentences(range(NUM_QUICK), folder)
 

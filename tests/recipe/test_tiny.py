@@ -42,6 +42,7 @@ def load(name, *overrides, world_size=1):
 
 
 @check_each("name", NAMES)
+@pytest.mark.slow
 def test_a_tiny_recipe_names_only_files_that_exist_and_keeps_what_the_recipe_is(name, cache):
     full, tiny = recipe_file.load_recipe(Path(name)), load(name)
     write_tiny_data(tiny)

@@ -38,7 +38,7 @@ def assert_same(trained, expected, folder, **tolerance):
     assert_same_run(folder / "run", trained.network, trained.optimization, expected, ("train", "ema"), **tolerance)
 
 
-@pytest.mark.unit
+@pytest.mark.slow
 def test_dmd2_with_a_policy_gradient_on_two_ranks_is_plain_pytorch(two_ranks, tiny_pipelines, tmp_path):
     """The teacher is the guided base, the first step is the warm-up, some gradients are clipped."""
     options = DMD2 | REWARD | {"engine.max_grad_norm": 0.018}

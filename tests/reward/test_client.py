@@ -213,6 +213,7 @@ def test_the_class_of_a_reward_sets_its_batch_size_and_timeout():
         assert (rewards[f"{patient}/b"]["stall_s"], rewards[f"{patient}/b"]["device"]) == (stall_s, "cuda:7")
 
 
+@pytest.mark.slow
 def test_one_class_scores_under_two_labels_in_batches_that_it_accepts(tmp_path):
     few, journal = "probe_rewards:Few", tmp_path / "journal"
     names = [few, f"{few}/again"]
@@ -277,6 +278,7 @@ def test_an_unreachable_service_is_an_error_within_the_timeout(endpoint, says, c
         ({"name": OTHER, "options": {"secs": 1}}, "reward other has no option secs; its options are journal, seconds"),
     ],
 )
+@pytest.mark.slow
 def test_the_error_of_a_service_that_cannot_start_is_shown(tmp_path, function, says):
     with pytest.raises(RewardError, match=says):
         RewardService(a_recipe(function), tmp_path)
@@ -288,6 +290,7 @@ def test_a_service_that_takes_too_long_is_an_error(tmp_path):
         RewardService(a_recipe({"name": OTHER}, start_timeout_s=0.05), tmp_path)
 
 
+@pytest.mark.slow
 def test_submit_does_not_wait_and_a_deadline_fails_only_its_reward(tmp_path):
     slow = {"name": BRIGHTNESS, "options": {"seconds": 0.6}, "max_batch": 1}
     recipe = a_recipe(slow, {"name": OTHER}, timeout_s=3.0)
@@ -314,6 +317,7 @@ def test_submit_does_not_wait_and_a_deadline_fails_only_its_reward(tmp_path):
         client.close()
 
 
+@pytest.mark.slow
 def test_a_service_with_keys_scores_for_clients_with_a_key(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     for name in ("hub", "trainer"):

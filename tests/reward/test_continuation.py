@@ -86,6 +86,7 @@ def test_weights_without_a_sum_are_refused(options):
         loaded("continuation", **options)
 
 
+@pytest.mark.slow
 def test_references_reach_the_service_and_only_rewards_that_need_them(tmp_path):
     """Next to the references, motion scores the videos alone."""
     recipe = RewardRecipe(functions=[{"name": "continuation"}, {"name": "motion"}], timeout_s=60, start_timeout_s=60)

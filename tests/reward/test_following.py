@@ -72,6 +72,7 @@ def test_following_of_actions_is_a_mean_over_transitions():
     assert made["following_moving"] == pytest.approx(np.exp(-2))
 
 
+@pytest.mark.slow
 def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
     """Random weights predict arbitrary but deterministic actions; other frames give other actions."""
     reward = loaded("action_following", model=str(tiny_pipelines("cosmos3")), domain="pusht", steps=2, dtype="float32")

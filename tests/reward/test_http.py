@@ -334,6 +334,7 @@ def test_waiting_media_count_against_the_limit(service, http):
     until(lambda: pending(http) == 0)
 
 
+@pytest.mark.slow
 def test_the_largest_request_is_accepted_and_a_larger_one_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     limits = {"bind": "127.0.0.1:0", "max_body_mib": 4, "max_pending_mib": 2}

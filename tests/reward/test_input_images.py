@@ -51,6 +51,7 @@ def score_samples(folder, images, prompts, fps, references=()):
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "recording"])
+@pytest.mark.slow
 def test_images_reach_the_reward_unchanged_and_in_the_size_of_the_sample(kind, tmp_path):
     shape = (3, H, W) if kind == "image" else (3, 4, H, W)
     samples, references = draw_images(1, *shape), list(draw_images(2, 3, 2, H, W)) if kind == "recording" else ()

@@ -66,6 +66,7 @@ def scored(server, scores, prompts=("a", "b"), options=None, **more):
 # With our own service
 
 
+@pytest.mark.slow
 def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     (tmp_path / "token").write_text(TOKEN)

@@ -393,6 +393,7 @@ def test_check_reports_the_errors_of_a_start(tmp_path, capsys, config, says):
         ("DiesLoading", "error: reward probe_rewards:DiesLoading cannot start: its worker died (killed by SIGSEGV)"),
     ],
 )
+@pytest.mark.slow
 def test_a_reward_that_cannot_load_ends_the_service_with_its_error(tmp_path, reward, says):
     config = {"rewards": {f"probe_rewards:{reward}": {}, "probe_rewards:Other": {}}}
     with a_service(write_config(tmp_path, config)) as service:
@@ -428,6 +429,7 @@ def test_the_output_of_a_dead_worker_is_read(tmp_path):
             hub.stop(0.0)
 
 
+@pytest.mark.slow
 def test_the_service_writes_pipes_json_and_sigterm_removes_all_files(tmp_path):
     rewards = {"probe_rewards:Brightness": {"workers": 2}, "probe_rewards:Other": {}}
     config = write_config(tmp_path, {"pipes": {"file": "new/deep.json"}, "rewards": rewards})

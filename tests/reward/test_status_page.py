@@ -129,6 +129,7 @@ def test_a_browser_shows_the_same(service, tmp_path):
     assert 0.9 < red.sum() / (2 * 30 * 40) <= 1.0, "the left halves of both sample pictures, without round corners"
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_given_up_is_shown_as_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     options = {"journal": str(tmp_path / "journal")}

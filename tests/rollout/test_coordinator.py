@@ -27,6 +27,7 @@ def members(chunk):
     st.integers(1, 4),  # chunk
     st.integers(1, 4),  # first step
 )
+@pytest.mark.slow
 def test_every_sample_is_trained_once_and_within_the_staleness_bound(data, bound, groups, size, chunk, first_step):
     last_step = first_step + 4
     sizes = {"groups_per_step": groups, "group_size": size, "chunk_size": chunk}

@@ -32,6 +32,7 @@ def a_hub(stack, folder, name, kinds):
 
 
 @pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
+@pytest.mark.slow
 def test_a_worker_reconnects_only_to_a_trainer_with_the_same_identity(stack, model, stays):
     folder = stack.enter_context(SocketFolder())
     recipe = recipe_file.load_recipe(TINY / "sd3_nft_async.yaml")

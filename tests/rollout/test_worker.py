@@ -47,6 +47,7 @@ def of_trainer(recipe):
         (["rollout.base_precision=fp8"], [], r"worker's rollout\.base_precision differ"),
     ],
 )
+@pytest.mark.slow
 def test_a_worker_with_another_base_than_the_trainer_expects_is_refused(trainer, here, named, asked):
     with pytest.raises(RecipeError, match=named):
         build_generator(asked(*here), "cpu", None, of_trainer(asked(*trainer)))

@@ -193,6 +193,7 @@ def test_older_checkpoints_are_removed_after_a_newer_one_is_complete(s3_proxy, f
 
 
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
+@pytest.mark.slow
 def test_uploads_are_repeated_until_they_succeed(s3_proxy, folder, address, fault, caplog, monkeypatch):
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.01)
@@ -208,6 +209,7 @@ def test_uploads_are_repeated_until_they_succeed(s3_proxy, folder, address, faul
     assert remote_store.find_newest(f"{address}/checkpoints").step == 2
 
 
+@pytest.mark.slow
 def test_a_storage_that_fails_midway_keeps_its_last_complete_checkpoint(
     s3_proxy, folder, address, tmp_path, monkeypatch
 ):
@@ -243,6 +245,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(s3_server, s3_proxy, folder, addres
 
 
 @pytest.mark.parametrize("damage", ["missing file", "shorter file", "torn COMPLETE"])
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped(s3_server, s3_proxy, folder, address, damage, caplog):
     checkpoint(folder, 2)
     copied(folder, address)
@@ -279,6 +282,7 @@ def test_clearing_removes_the_run_and_nothing_else(s3_proxy, folder, address):
     assert transfer.list_objects(address).keys() == {".wfm_run.json", "notes.txt"}
 
 
+@pytest.mark.slow
 def test_clearing_without_a_record_removes_nothing(s3_proxy, folder, address):
     copied(folder, address)
     transfer.remove_objects([f"{address}/.wfm_run.json"])

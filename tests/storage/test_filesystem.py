@@ -37,6 +37,7 @@ def test_a_range_is_exactly_its_bytes_locally_and_in_s3(proxy, tmp_path):
             storage.read_range(address, len(CONTENT) - 2, 5)
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_cut_is_opened_again_a_few_times(proxy, monkeypatch):
     proxy.cuts = 2
     assert storage.read_range(FILE, 5, 100000) == CONTENT[5:100005]

@@ -56,6 +56,7 @@ def test_a_growing_file_is_uploaded_with_its_initial_size(s3_server, s3_proxy, f
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors"])
+@pytest.mark.slow
 def test_a_request_that_fails_is_tried_again(s3_server, s3_proxy, file, fault):
     setattr(s3_proxy, fault, 2)
     transfer.upload_file(file, f"{ROOT}/{fault}")

@@ -59,6 +59,7 @@ def test_forward_flops_are_two_per_multiply_add_of_a_real_forward(model):
     assert flops.recompute == 0
 
 
+@pytest.mark.slow
 def test_backward_flops_are_two_forwards_minus_unneeded_input_gradients(model):
     by_layer = multiply_adds(model.unwrapped_denoiser, one_sample(model))
     first = [name for name, (_, passes_on) in by_layer.items() if not passes_on]

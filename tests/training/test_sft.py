@@ -54,6 +54,7 @@ def alone():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
+@pytest.mark.slow
 def test_validation_encodes_each_image_once_and_keeps_one_batch(
     root, tiny_pipelines, alone, tmp_path, monkeypatch, batch
 ):

@@ -105,6 +105,7 @@ def test_ipv6_addresses_are_supported(stack, folders):
     assert a_sum(client) == [30_000_000]
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_the_wait(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     create_key_pair(tmp_path / "bob", "bob")

@@ -185,6 +185,7 @@ def test_replicas_are_named(recipe):
         pytest.param("cosmos25_nft", "cosmos25", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_estimate_counts_what_the_loaded_model_has(recipe, name, family):
     settings = recipe(name=name, family=family)
     model = load_model(settings, torch.device("cpu"))
