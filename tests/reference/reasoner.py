@@ -3,7 +3,8 @@
 import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from reference.draws import derive_seed, shuffled
 from reference.networks import TrainedWeights

@@ -44,7 +44,8 @@ class DinoEmbedder:
 
     def __init__(self, address: str, device: torch.device) -> None:
         """address: a model folder, or the Hub id of a cached model. Raises ModelError if the model cannot be loaded."""
-        from transformers import AutoImageProcessor, AutoModel
+        from transformers import AutoModel
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.name, self._device = f"features of {Path(address).name}", device
         try:

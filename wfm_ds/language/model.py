@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import (
+    AutoImageProcessor,
+)  # in 5.17, the public name needs torchvision
 from transformers.utils import is_flash_attn_2_available
 
 from wfm_ds.distributed.progress import show_wait

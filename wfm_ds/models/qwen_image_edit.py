@@ -12,7 +12,10 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, Qwen2VLProcessor
+from transformers import AutoTokenizer, Qwen2VLProcessor
+from transformers.models.auto.image_processing_auto import (
+    AutoImageProcessor,
+)  # in 5.17, the public name needs torchvision
 from transformers.utils import is_torchvision_available
 
 from wfm_ds.errors import ModelError

@@ -79,7 +79,8 @@ class EditReward(ItemReward):
 
     def _load_preprocessing(self, address: str) -> Any:
         """Load the tokenizer, the chat template and the image processor. Returns the configuration of the network."""
-        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, ProcessorMixin
+        from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self._tokenizer = AutoTokenizer.from_pretrained(address)
         self._tokenizer.add_special_tokens({"additional_special_tokens": [REWARD_TOKEN]})
