@@ -302,6 +302,7 @@ def test_a_resumed_run_is_equal_before_the_first_update_of_default(two_ranks, tm
 
 
 @check_each(("stage", "stops"), [("zero1", [2]), ("zero2", [0, 2, 3, 4, 5]), ("zero3", [1, 3])])
+@pytest.mark.long
 def test_a_resumed_run_is_equal_after_each_step(two_ranks, tmp_path, stage, stops):
     for same in two_ranks.run(stop_and_resume, folder=str(tmp_path), config=stage, stops=stops):
         assert same == [[True] * 5] * len(stops)

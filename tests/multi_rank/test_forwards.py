@@ -109,6 +109,12 @@ DISTILLATION = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.ci_cases(
+    "nft: lora, kl, guidance, two updates, evaluation",
+    "ram: two noise levels",
+    "grpo: kl, guidance, two updates, guidance of the rollout",
+    "grpo: window, all weights, two best and worst",
+)
 def test_a_run_does_the_predicted_forwards(case, one_rank, tiny_pipelines, tmp_path):
     name, *overrides = CASES[case]
     words = [*COMMON, "algorithm.zero_std=keep", *overrides]

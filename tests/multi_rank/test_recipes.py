@@ -76,10 +76,10 @@ FEW |= {"ltx2": [("nft", "lora"), ("flow_grpo", "lora")]}  # only these algorith
 # These need cameras, control videos or actions, which the matrix data lack.
 FEW |= {"sana_wm": [], "wan_vace": [], "cosmos25_actions": []}
 # Losses do not depend on the family. In .ci/run, all algorithms train one family each of images, of videos and of two
-# experts. The other families train with SFT and, in shipped recipes, with NFT.
+# experts. The other families train in shipped recipes.
 ALWAYS = {"sd3", "cosmos3", "wan22"}
 MATRIX = [
-    pytest.param(*kind, family, marks=[] if kind[0] == "sft" or family in ALWAYS else [pytest.mark.long])
+    pytest.param(*kind, family, marks=[] if family in ALWAYS else [pytest.mark.long])
     for i, family in enumerate(FAMILIES)
     for kind in FEW.get(family, KINDS[i % 2])
 ]
