@@ -14,7 +14,6 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
-from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
@@ -42,7 +41,6 @@ MASKED_PROCESSORS = frozenset(
         SanaWMCrossAttnProcessor,
         QwenDoubleStreamAttnProcessor2_0,
         ZSingleStreamAttnProcessor,
-        HunyuanVideo15AttnProcessor2_0,
         LTX2AudioVideoAttnProcessor,
         LTX2PerturbedAttnProcessor,
         Cosmos3Attention,

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
 from wfm_ds.recipe.section import Section, UserPath, value_form
+from wfm_ds.recipe.tree import shorten_text
 
 ROTATION_WIDTHS = {"euler_xyz": 3, "axis_angle": 3, "quat_xyzw": 4, "quat_wxyz": 4, "rot6d": 6}
 TURN_TOLERANCE = 1e-3
@@ -59,7 +60,8 @@ def check_domain(domain: int | str) -> int | str:
     """Return the domain. Raises ValueError for an unknown name."""
     if isinstance(domain, str) and domain not in EMBODIMENTS:
         nearest = difflib.get_close_matches(domain, EMBODIMENTS, n=1, cutoff=0)
-        raise ValueError(f"unknown robot {domain}: did you mean {nearest[0]}? Known are {', '.join(EMBODIMENTS)}")
+        known = ", ".join(EMBODIMENTS)
+        raise ValueError(f"unknown robot {shorten_text(domain)}: did you mean {nearest[0]}? Known are {known}")
     return domain
 
 
@@ -73,7 +75,8 @@ def check_viewpoint(viewpoint: str) -> str:
     """Return `viewpoint` if it is in VIEWPOINTS or a description of at least two words. Otherwise raise ValueError."""
     if viewpoint not in VIEWPOINTS and " " not in viewpoint.strip():
         nearest = difflib.get_close_matches(viewpoint, VIEWPOINTS, n=1, cutoff=0)
-        raise ValueError(f"unknown view {viewpoint}: did you mean {nearest[0]}? Or describe the view in a sentence")
+        shown = shorten_text(viewpoint)
+        raise ValueError(f"unknown view {shown}: did you mean {nearest[0]}? Or describe the view in a sentence")
     return viewpoint
 
 

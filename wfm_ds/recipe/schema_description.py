@@ -188,8 +188,11 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return f"a mapping ({', '.join(map(str, value)) or 'empty'})"
-    text = repr(value)
+        return f"a mapping ({_shorten(', '.join(map(str, value))) or 'empty'})"
+    return _shorten(repr(value))
+
+
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
 
 
