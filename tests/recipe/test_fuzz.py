@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent.parent
 RECIPES = TESTS.parent / "recipes"
 BASES = [*sorted((TESTS / "recipes").glob("*.yaml")), *sorted(RECIPES.glob("*.yaml"))]
 NUM_QUICK, NUM_ALL = 48, 670
-CHECKED_EVERY = 4  # every fourth valid recipe also runs --check, which loads a tiny model
+CHECKED_EVERY = 3  # every third valid recipe also runs --check, which loads a tiny model
 DEADLINE_S = 120  # limit per recipe; a hang fails the test
 ODD = [
     *("null", "true", "yes", "0", "-1", "1e30", "-1e-30", ".inf", "-.inf", ".nan", "1_000", "0x10", "99999999999"),
