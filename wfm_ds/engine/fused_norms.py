@@ -71,18 +71,11 @@ def can_fuse(module: nn.Module) -> bool:
     return all(len(shape) == 1 and shape[0] <= MAX_NORM_ROW for shape in shapes)
 
 
-def forward_rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+def forward_rms_norm(norm: Any, hidden_states: Tensor, *, round_first: bool = True) -> Tensor:
     if norm.weight is not None and norm.weight.dtype != hidden_states.dtype:
         result: Tensor = type(norm).forward(norm, hidden_states)
         return result
-    return rms_norm(hidden_states, norm.weight, eps=norm.eps)
-
-
-def forward_nemotron_norm(norm: Any, hidden_states: Tensor) -> Tensor:
-    if norm.weight.dtype != hidden_states.dtype:
-        result: Tensor = type(norm).forward(norm, hidden_states)
-        return result
-    return rms_norm(hidden_states, norm.weight, eps=norm.eps, round_first=False)
+    return rms_norm(hidden_states, norm.weight, eps=norm.eps, round_first=round_first)
 
 
 def forward_layer_norm(norm: Any, inputs: Tensor) -> Tensor:
@@ -134,7 +127,7 @@ def forward_cosmos_zero(
 FORWARDS: Mapping[type[nn.Module], Forward] = {
     RMSNorm: forward_rms_norm,
     FP32LayerNorm: forward_layer_norm,
-    Cosmos3NemotronRMSNorm: forward_nemotron_norm,
+    Cosmos3NemotronRMSNorm: functools.partial(forward_rms_norm, round_first=False),
     AdaLayerNormZero: forward_zero,
     AdaLayerNormZeroSingle: forward_zero_single,
     SD35AdaLayerNormZeroX: forward_sd35_zero,

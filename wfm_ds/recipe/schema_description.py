@@ -20,7 +20,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms import find_user_settings
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.section import CLASS_PATTERN
-from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path
+from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path, shorten_text
 from wfm_ds.user_class import CLASS_PATH_FORM
 
 BOUND_SYMBOLS = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")} | {
@@ -188,12 +188,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return f"a mapping ({_shorten(', '.join(map(str, value))) or 'empty'})"
-    return _shorten(repr(value))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
+        return f"a mapping ({shorten_text(', '.join(map(str, value)), MAX_SHOWN_CHARACTERS) or 'empty'})"
+    return shorten_text(repr(value), MAX_SHOWN_CHARACTERS)
 
 
 def closest_match(word: str, valid: Iterable[str]) -> str | None:

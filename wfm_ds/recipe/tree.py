@@ -99,8 +99,8 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "", *, whole: Collecti
     return result
 
 
-def shorten_text(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+def shorten_text(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 # ---- YAML
