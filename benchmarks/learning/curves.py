@@ -81,8 +81,7 @@ def check_counts(run: Path) -> None:
     derived = derive_run_sizes(recipe, 1)
     model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu")
     predicted = step_forwards(recipe, derived, model)
-    advantages = recipe.rl.algorithm.advantages
-    trains_all = advantages is None or not advantages.drops_zero_std
+    trains_all = not recipe.rl.algorithm.drops_zero_std
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for purpose in sorted({purpose for step in predicted for purpose in step}):
         expected = sum(step[purpose].samples for step in predicted if purpose in step)

@@ -28,7 +28,14 @@ def advantages(rewards, groups, transform=None, **settings):
     parts = [r if r is None or isinstance(r, tuple) else (r,) for r in rewards]
     totals = [None if p is None else sum(w * x for w, x in zip(weights, p, strict=True)) for p in parts]
     settings = RlSettings(**{"name": "any", "advantage_std": "group"} | settings)
-    return compute_advantages(Rewards(totals, parts, weights, {}), groups, settings, transform=transform)
+    return compute_advantages(
+        Rewards(totals, parts, weights, {}),
+        groups,
+        settings,
+        num_selected=settings.num_selected,
+        drops_zero_std=settings.drops_zero_std,
+        transform=transform,
+    )
 
 
 def rewards_of(scores, functions, **recipe):

@@ -153,14 +153,17 @@ def test_an_adapter_of_a_base_in_fewer_bits_loads_into_the_plain_pipeline_in_bfl
     source = add_adapter(model)
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     pipe = DiffusionPipeline.from_pretrained(model.path, torch_dtype=torch.bfloat16, local_files_only=True)
-    without = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
+    # Some versions of torch draw other numbers in bfloat16 than in float32.
+    noise = torch.randn(len(PROMPTS), *model.latent_shape(32, 32, 1), generator=torch.Generator().manual_seed(11))
+    call = model.pipeline_call_kwargs(2.0, 32, 32) | {"latents": noise}
+    without = pixels(pipe, call)
     pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
     trained = {n: p for n, p in model.denoiser.named_parameters() if ".lora_" in n}
     loaded = dict(pipe.transformer.named_parameters())
     assert trained
     assert all(torch.equal(loaded[name], tensor.to(torch.bfloat16)) for name, tensor in trained.items())
-    got = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
-    assert (got - drawn_by(model)).float().norm() < 0.5 * (got - without).float().norm()
+    got = pixels(pipe, call)
+    assert (got - pixels(model.pipeline, call)).float().norm() < 0.5 * (got - without).float().norm()
 
 
 def test_lora_header_and_config_say_the_same_and_tensors_stay_float32(adapted, tmp_path):

@@ -6,7 +6,8 @@ import peft
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17 hides it without torchvision
 
 from clips import write_clip
 from wfm_ds.cli.main import main
@@ -30,8 +31,6 @@ def test_an_answer_is_the_likeliest_text(media, capsys, family):
     assert ask([f"tiny:{family}", "--image", str(media / "a.png"), "the square is", "--tokens", "5"]) == 0
     said = capsys.readouterr().out
     folder = get_tiny_folder(family)
-    from transformers import AutoImageProcessor, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     with Image.open(media / "a.png") as picture:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from each_case import check_each
 from folders import put
-from wfm_ds.data.prompts import PromptOrder, load_prompt_file, load_prompts
+from wfm_ds.data.order import PromptOrder
+from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.errors import DataError
 from wfm_ds.types import Prompt
 

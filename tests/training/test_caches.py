@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 from wfm_ds.data.datasets import build_buckets, load_data
 from wfm_ds.data.media import load_media
-from wfm_ds.data.order import BatchSource
+from wfm_ds.data.order import BatchSource, PromptOrder
 from wfm_ds.data.pixels import draw_centre
-from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, RecipeError

@@ -4,12 +4,11 @@ import math
 
 import pytest
 
-from wfm_ds.engine.optimizer_steps import StepResult
+from wfm_ds.engine.optimizer_steps import MAX_NONFINITE_STEPS, NonFiniteLimit, StepResult
 from wfm_ds.errors import RunError
-from wfm_ds.training.loop import MAX_NONFINITE_STEPS, NonFiniteLimit
 
-APPLIED = StepResult(is_applied=True, grad_norm=1.0, is_clipped=False, lr=0.1)
-SKIPPED = StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=0.1)
+APPLIED = StepResult(is_applied=True, grad_norm=1.0, is_clipped=False, lr=0.1, num_skipped=0)
+SKIPPED = StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=0.1, num_skipped=1)
 
 
 def test_steps_of_another_adapter_do_not_reset_the_count_of_skipped_steps():

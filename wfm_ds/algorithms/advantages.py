@@ -90,6 +90,8 @@ def compute_advantages(
     groups: Sequence[str],
     settings: AdvantageSettings,
     *,
+    num_selected: int | None = None,
+    drops_zero_std: bool = False,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
     """Center and scale rewards within their group, then transform, clip and select the resulting advantages.
@@ -104,9 +106,12 @@ def compute_advantages(
 
     `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode are then applied in this order.
 
-    Samples without a reward, groups with fewer than two rewards and samples that `best_of_n` does not select get None.
-    If all rewards of a group are equal, its advantages are 0 before `transform`, or None with the setting `zero_std:
-    drop`. Raises ValueError for unequal lengths and for non-finite rewards.
+    num_selected: number of samples per group to train on, half of them the best and half the worst; None for all.
+    drops_zero_std: whether a group is dropped if all its samples have the same reward.
+
+    Samples without a reward, samples that are not selected, dropped groups and groups with fewer than two rewards get
+    None. If all rewards of a group are equal, its advantages are 0 before `transform`. Raises ValueError for unequal
+    lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -115,8 +120,8 @@ def compute_advantages(
     final = ADVANTAGE_MODES[settings.adv_mode](np.clip(shaped, -settings.adv_clip_max, settings.adv_clip_max))
 
     varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
-    trained = varied if settings.drops_zero_std else compared
-    chosen = {int(i) for members in trained for i in _rank_extremes(members, shaped, settings.num_selected)}
+    trained = varied if drops_zero_std else compared
+    chosen = {int(i) for members in trained for i in _rank_extremes(members, shaped, num_selected)}
     stats = _advantage_stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
         "adv/groups_skipped": float(len(set(groups)) - len(compared)),
         "adv/samples_dropped": float(len(groups) - len(chosen)),

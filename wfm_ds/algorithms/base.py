@@ -136,6 +136,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         settings that these noise levels do not support.
         """
         self.settings = recipe.rl.algorithm
+        self.advantage_settings = self.settings.advantages
+        self.num_selected, self.drops_zero_std = self.settings.num_selected, self.settings.drops_zero_std
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
         num_frames = self.settings.conditioning_frame_range
         sizes = {} if model is None else model.stream_sizes(recipe.sampling)
@@ -171,10 +173,11 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
         If the algorithm uses no rewards, advantages are 0, or None for failed samples.
         """
-        settings = self.settings.advantages
-        if settings is None:
+        if self.advantage_settings is None:
             return Advantages([None if total is None else 0.0 for total in rewards.totals], {})
-        return compute_advantages(rewards, groups, settings)
+        return compute_advantages(
+            rewards, groups, self.advantage_settings, num_selected=self.num_selected, drops_zero_std=self.drops_zero_std
+        )
 
     @abstractmethod
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:

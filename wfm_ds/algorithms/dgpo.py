@@ -71,7 +71,7 @@ class Dgpo(ForwardProcess):
         assert batch.group_statistics is not None, "set by the RL loop"
         weight_B = torch.sigmoid(batch.group_statistics)
         errors = self._velocity_errors(velocity, batch)
-        v = velocity if self.settings.has_regularizer else velocity.detach()
+        v = velocity if self.has_regularizer else velocity.detach()
         distance = sample_mean((v - references["ref"]).square(), batch.loss_mask)
         stats: Stats = {"dgpo/group_weight": weight_B, "dgpo/error": errors.detach(), "kl/ref": distance.detach()}
         if (clip := self.settings.clip_ratio) is not None:
@@ -82,7 +82,7 @@ class Dgpo(ForwardProcess):
             errors = torch.where(torch.where(batch.credit > 0, higher, lower), errors.detach(), errors)
         policy = weight_B * batch.credit * errors
         stats["loss/policy"] = policy.detach()
-        if not self.settings.has_regularizer:
+        if not self.has_regularizer:
             return policy, stats
         return policy + self.settings.kl_beta * distance, stats | {"loss/kl": distance.detach()}
 

@@ -1,4 +1,4 @@
-"""The order of the training samples. It does not depend on the number of ranks."""
+"""The order of the training samples and prompts. It does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import Sample
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
+from wfm_ds.types import Prompt
 
 T = TypeVar("T")
 
@@ -40,6 +41,33 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed, not on the version of numpy."""
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
+
+
+class PromptOrder:
+    """The order of the prompts in RL training. Every epoch contains each prompt once."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise DataError("the prompt set is empty")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def step_prompts(self, step: int, count: int) -> list[Prompt]:
+        """Return the `count` prompts of RL step `step` (counted from 1). All ranks get the same prompts."""
+        return self._select((step - 1) * count, count, self._seed)
+
+    def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
+        """Return `count` additional prompts to refill RL step `step`.
+
+        attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
+        order. Otherwise, these are the prompts that follow the step's prompts.
+        """
+        return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
+
+    def _select(self, position: int, count: int, seed: int) -> list[Prompt]:
+        positions = range(position, position + count)
+        return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in positions]
 
 
 @dataclass(frozen=True, slots=True)

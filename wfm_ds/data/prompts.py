@@ -1,18 +1,16 @@
-"""Prompt sets for RL and validation: prompt files, and the order of prompts in training."""
+"""Prompt files of RL and validation."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.data.order import sample_index
 from wfm_ds.data.samples import is_encodable, to_printable
 from wfm_ds.errors import DataError
-from wfm_ds.seeds import derive_seed
 from wfm_ds.storage.filesystem import read_regular
 from wfm_ds.storage.json_lines import split_lines
 from wfm_ds.types import Prompt
@@ -63,33 +61,6 @@ def load_prompt_file(path: Path) -> list[Prompt]:
             f"{path} is neither a .txt file (one prompt per line) nor a .jsonl file (objects with `prompt`)"
         )
     return read_prompts(path, to_printable(path.stem), None)
-
-
-class PromptOrder:
-    """The order of the prompts in RL training. Every epoch contains each prompt once."""
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        if not prompts:
-            raise DataError("the prompt set is empty")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def step_prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the `count` prompts of RL step `step` (counted from 1). All ranks get the same prompts."""
-        return self._select((step - 1) * count, count, self._seed)
-
-    def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts to refill RL step `step`.
-
-        attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
-        order. Otherwise, these are the prompts that follow the step's prompts.
-        """
-        return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
-
-    def _select(self, position: int, count: int, seed: int) -> list[Prompt]:
-        positions = range(position, position + count)
-        return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in positions]
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,14 @@ from wfm_ds.distributed.world import World
 from wfm_ds.engine.policies import Adapters
 from wfm_ds.engine.shards import Shards
 from wfm_ds.engine.step_checks import GradientWatch
+from wfm_ds.errors import RunError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import OptimizerRecipe
 from wfm_ds.types import DEFAULT_ADAPTER
+
+log = logging.getLogger(__name__)
+
+MAX_NONFINITE_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,37 @@ class StepResult:
     grad_norm: float  # norm of the gradient over all ranks, before clipping; NaN if the step was not applied
     is_clipped: bool
     lr: float  # learning rate of this step, also if it was not applied
+    num_skipped: int  # skipped steps of the run until now, of all adapters
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return the metrics of the step. prefix: text after `optim/` in the metric names."""
+        return {
+            f"optim/{prefix}grad_norm": self.grad_norm,
+            f"optim/{prefix}clipped": float(self.is_clipped),
+            f"optim/{prefix}lr": self.lr,
+            "optim/skipped_steps": float(self.num_skipped),
+        }
+
+
+class NonFiniteLimit:
+    """Stops the run if the loss or gradient of an adapter is non-finite in MAX_NONFINITE_STEPS consecutive steps."""
+
+    def __init__(self) -> None:
+        self.num_consecutive: dict[str, int] = {}  # by adapter
+
+    def check(self, result: StepResult, sample_ids: Sequence[str], adapter: str = DEFAULT_ADAPTER) -> None:
+        """Record an optimizer step.
+
+        Raises RunError on all ranks after MAX_NONFINITE_STEPS consecutive non-finite steps.
+        """
+        count = 0 if result.is_applied else self.num_consecutive.get(adapter, 0) + 1
+        self.num_consecutive[adapter] = count
+        if not result.is_applied:
+            log.warning(
+                "step not applied: non-finite loss or gradient; samples of this rank: %s", ", ".join(sample_ids)
+            )
+        if count >= MAX_NONFINITE_STEPS:
+            raise RunError(f"{count} consecutive optimizer steps had a non-finite loss or gradient: lower optimizer.lr")
 
 
 class OptimizerSteps:
@@ -164,22 +201,30 @@ class OptimizerSteps:
         self.ds.step()
         self.shards.zero_gradients()
         if not self.ds.was_step_applied():
-            self.num_skipped += 1
-            return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr)
+            return self._skipped_result(lr)
         if self.trained_adapter == DEFAULT_ADAPTER:
             self.num_updates += 1
         else:
             self.adapter_updates[self.trained_adapter] += 1
         grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
-        return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
+        return StepResult(
+            is_applied=True,
+            grad_norm=grad_norm,
+            is_clipped=0 < bound < grad_norm,
+            lr=lr,
+            num_skipped=self.num_skipped,
+        )
 
     def skip_step(self) -> StepResult:
         """Skip an optimizer step without loss terms. All ranks must call this instead of `backward` and `step`."""
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
+        return self._skipped_result(self._next_learning_rate())
+
+    def _skipped_result(self, lr: float) -> StepResult:
         self.num_skipped += 1
-        return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=self._next_learning_rate())
+        return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr, num_skipped=self.num_skipped)
 
     def _next_learning_rate(self) -> float:
         name = self.trained_adapter

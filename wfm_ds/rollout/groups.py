@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
+from wfm_ds.data.order import PromptOrder
 from wfm_ds.data.prompt_weights import RewardStdTable, Weights, draw_prompts
-from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import pack_prompt
 from wfm_ds.rollout.rewards import Scores
 from wfm_ds.sampling.denoise import Trajectory

@@ -26,8 +26,8 @@ from wfm_ds.data.captioned_folder import SAFE_SUFFIX
 from wfm_ds.data.datasets import TrainingData, build_buckets
 from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
+from wfm_ds.data.order import PromptOrder
 from wfm_ds.data.pixels import BadMedia, Framing, convert_decode_errors, draw_centre
-from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.progress import ProgressDisplay, track_progress

@@ -23,8 +23,8 @@ from wfm_ds.data.datasets import (
     trains_on_data,
 )
 from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.order import PromptOrder
 from wfm_ds.data.prompt_weights import RewardStdTable
-from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
 from wfm_ds.distributed.world import World

@@ -24,7 +24,7 @@ from wfm_ds.language.sequence_source import SequenceSource, StepSequences, pack_
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
+from wfm_ds.training.loop import StepReport, TrainingLoop
 from wfm_ds.training.validation import is_due
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class LanguageLoop(TrainingLoop):
             self.nonfinite_limit.check(result, sample_ids)
         if result.is_applied:
             engine.update_ema()
-        return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
+        return self.meter.collect(self.job.world) | result.metrics()
 
     def data_metrics(self, step: int, counts: Mapping[str, int]) -> dict[str, float]:
         capacity = self.job.run_sizes.samples_per_step * self.job.recipe.data.max_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.engine.device_peaks import peak_tflops
+from wfm_ds.engine.optimizer_steps import NonFiniteLimit
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RunError, UserError
 from wfm_ds.monitoring.meters import MEMORY_TAG, Meter
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     import torch
 
     from wfm_ds.engine.flop_counter import FlopCount
-    from wfm_ds.engine.optimizer_steps import StepResult
-
-log = logging.getLogger(__name__)
 
 TERA = 1e12
 SAMPLES_PER_SECOND = "perf/samples_per_second"
 TOKENS_PER_SECOND = "perf/tokens_per_second"
 TFLOPS_PER_GPU = "perf/tflops_per_gpu"
 MFU = "perf/mfu"
-MAX_NONFINITE_STEPS = 3
 HEADLINE_METRICS = ("reward/total/mean", "sft/loss", "dpo/loss", "dmd/gap", "loss/total", "vlm/loss")
 
 
@@ -56,27 +52,6 @@ class StepReport:
     @property
     def last_metrics(self) -> Mapping[str, float]:
         return {**self.step_metrics, **self.update_metrics[-1]}
-
-
-class NonFiniteLimit:
-    """Stops the run if the loss or gradient of an adapter is non-finite in MAX_NONFINITE_STEPS consecutive steps."""
-
-    def __init__(self) -> None:
-        self.num_consecutive: dict[str, int] = {}  # by adapter
-
-    def check(self, result: StepResult, sample_ids: Sequence[str], adapter: str = DEFAULT_ADAPTER) -> None:
-        """Record an optimizer step.
-
-        Raises RunError on all ranks after MAX_NONFINITE_STEPS consecutive non-finite steps.
-        """
-        count = 0 if result.is_applied else self.num_consecutive.get(adapter, 0) + 1
-        self.num_consecutive[adapter] = count
-        if not result.is_applied:
-            log.warning(
-                "step not applied: non-finite loss or gradient; samples of this rank: %s", ", ".join(sample_ids)
-            )
-        if count >= MAX_NONFINITE_STEPS:
-            raise RunError(f"{count} consecutive optimizer steps had a non-finite loss or gradient: lower optimizer.lr")
 
 
 class PeriodicEvaluator(Protocol):
@@ -273,13 +248,3 @@ def speed_summary(device: torch.device, metrics: Mapping[str, float]) -> str:
     if MFU in metrics:
         parts.append(f"MFU {metrics[MFU]:.0%}")
     return ", ".join([*parts, f"{metrics[MEMORY_TAG]:.1f} GiB"])
-
-
-def engine_metrics(job: CommonJob, result: StepResult, prefix: str = "") -> dict[str, float]:
-    """Return the metrics of an optimizer step. prefix: text after `optim/` in the metric names."""
-    return {
-        f"optim/{prefix}grad_norm": result.grad_norm,
-        f"optim/{prefix}clipped": float(result.is_clipped),
-        f"optim/{prefix}lr": result.lr,
-        "optim/skipped_steps": float(job.engine.num_skipped),
-    }

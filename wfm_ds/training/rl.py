@@ -27,7 +27,7 @@ from wfm_ds.runs.job import Job
 from wfm_ds.seeds import draw_permutation
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
+from wfm_ds.training.loop import StepReport, TrainingLoop
 from wfm_ds.training.micro_batches import (
     GPU_BUFFER_FRACTION,
     HOST_CACHE_BYTES,
@@ -69,6 +69,7 @@ class RlLoop(TrainingLoop):
         self.algorithm, self.source = algorithm, source
         self.reward = job.recipe.reward if job.recipe.uses_rewards else None
         self.has_histories = job.recipe.rl.rollout.history.clips > 0
+        self.has_teachers = bool(job.recipe.algorithm.list_teachers())
         self.failing_steps = 0  # consecutive steps with too many failed samples
         self.logged_warnings: set[str] = set()  # about rewards; a solved reward would repeat its warning in each step
         # Policies with weights equal to the trained ones: no forward pass is needed for them.
@@ -106,7 +107,7 @@ class RlLoop(TrainingLoop):
         for u, (update, predictions) in enumerate(zip(updates, old_predictions, strict=True)):
             metrics.append(self.optimize(update, rollouts, predictions, self.algorithm.choose_adapter(step, u)))
         step_metrics |= self.update_policy_copies()
-        if self.job.recipe.algorithm.list_teachers():
+        if self.has_teachers:
             step_metrics |= measure_spread(self.job.world, rollouts)
         self.source.publish_policy(step)  # later samples may be generated with these weights
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
@@ -206,7 +207,7 @@ class RlLoop(TrainingLoop):
         prefix = "" if adapter == DEFAULT_ADAPTER else f"{adapter}_"
         if not terms:  # the same on all ranks
             with engine.train_adapter(adapter):
-                return engine_metrics(job, engine.skip_step(), prefix)
+                return engine.skip_step().metrics(prefix)
         # The loss denominator covers all replicas and micro-batches, so count before the first backward pass.
         num_terms = int(job.world.sum_over_replicas({"terms": update.total_weight})["terms"])
         micros = self.micro_batches(terms, rollouts)
@@ -236,7 +237,7 @@ class RlLoop(TrainingLoop):
         self.algorithm.check_metrics(metrics)
         if prefix:
             metrics[f"loss/{adapter}"] = metrics.pop("loss/total")
-        return metrics | engine_metrics(job, result, prefix)
+        return metrics | result.metrics(prefix)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
         model, algorithm = self.job.model, self.algorithm

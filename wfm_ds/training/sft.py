@@ -32,12 +32,12 @@ from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
 from wfm_ds.pinned_memory import free_memory, lists_to_device
 from wfm_ds.runs.job import Job
-from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, noisy_latents
+from wfm_ds.sampling.latents import StreamWeights, add_noise, draw_cpu_normal, noisy_latents
 from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_ds.training.caches import load_clean_latents
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
+from wfm_ds.training.loop import StepReport, TrainingLoop
 from wfm_ds.training.micro_batches import GPU_BUFFER_FRACTION, HOST_CACHE_BYTES, MicroBatches
 from wfm_ds.training.validation import Validator
 from wfm_ds.training.validation_frames import load_media_latents
@@ -80,6 +80,7 @@ class SftLoop(TrainingLoop):
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
         self.settings = job.recipe.supervised_settings
+        self.streams = choose_stream_weights(self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling))
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
         self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
@@ -139,7 +140,7 @@ class SftLoop(TrainingLoop):
         for policy in self.algorithm.settings.reference_policies:
             with self.job.timer(f"{policy}_forward"), self.job.engine.use_policy(policy):
                 for errors, micro in zip(errors_by_micro, micros.iterate(release=False), strict=True):
-                    errors[policy] = predict_errors(self.job, policy, micro.batch, micro.expert)
+                    errors[policy] = predict_errors(self.job, policy, micro.batch, micro.expert, self.streams)
         return errors_by_micro
 
     def optimize(
@@ -151,7 +152,7 @@ class SftLoop(TrainingLoop):
         engine = self.job.engine
         engine.expect_backwards(micros.num_backwards)
         for micro, reference_errors in zip(micros.iterate(release=True), references, strict=True):
-            errors = predict_errors(self.job, "policy", micro.batch, micro.expert)
+            errors = predict_errors(self.job, "policy", micro.batch, micro.expert, self.streams)
             sigma_B = micro.batch.sigma[: errors.shape[1]]
             loss_B, stats = self.algorithm.loss(errors, sigma_B, reference_errors)
             engine.backward(loss_B.sum(), num_terms=self.job.run_sizes.samples_per_step)
@@ -161,7 +162,7 @@ class SftLoop(TrainingLoop):
         self.nonfinite_limit.check(result, [sample.sample_id for sample in samples])
         if result.is_applied:
             engine.update_ema()
-        return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
+        return self.meter.collect(self.job.world) | result.metrics()
 
     def make_noisy_batch(self, samples: Sequence[TrainingSample], terms: Sequence[LossTerm]) -> NoisyBatch:
         """Add noise to each sample at the noise level of its loss term. All ranks of the replica must call this."""
@@ -202,10 +203,10 @@ class SftLoop(TrainingLoop):
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else prompt_text(sample.prompt)
 
 
-def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
+def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int, streams: StreamWeights | None) -> Tensor:
     """Return the active policy's velocity errors [M, B] for a batch of B samples of M images or videos.
 
-    purpose: name under which the forward passes are counted.
+    purpose: name under which the forward passes are counted. streams: weights of video and sound in the errors.
     """
     frames = (
         None
@@ -215,9 +216,6 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
     inputs = job.sampler.encode_inputs(batch.inputs, frames, batch.clean_latents.shape[1:])
     conditioning, mask = {**job.text_cache.encode(batch.texts), **inputs}, inputs.get(MASK_KEY)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
-    streams = choose_stream_weights(
-        job.recipe.supervised_settings.stream_weights, job.model.stream_sizes(job.recipe.sampling)
-    )
     errors = velocity_errors(velocity, batch.clean_latents, batch.noise, mask, streams)
     return errors.view(batch.items_per_sample, -1)
 
@@ -247,6 +245,7 @@ class ValidationLoss:
         """framings: size and crop of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised_settings
+        self.streams = choose_stream_weights(self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling))
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.sigmas = validation_sigmas(self.shift).tolist()
         self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
@@ -299,7 +298,8 @@ class ValidationLoss:
         ):
             chosen = [terms[k % len(terms)] for k in part]  # repeats: all ranks run the same number of forward passes
             clean = {i: clean[i] if i in clean else self.load_latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
-            batch_errors = predict_errors(self.job, "validation", self.make_noisy_batch(chosen, clean), expert)
+            batch = self.make_noisy_batch(chosen, clean)
+            batch_errors = predict_errors(self.job, "validation", batch, expert, self.streams)
             count = sum(k < len(terms) for k in part)
             rows, levels = (list(column[:count]) for column in zip(*chosen, strict=True))
             errors[:, rows, levels] = batch_errors[:, :count].double()

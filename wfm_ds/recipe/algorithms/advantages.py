@@ -28,16 +28,6 @@ class AdvantageSettings(Section):
     """Transformation of clipped advantages. `positive_only`, `negative_only`: set advantages of the other sign to 0.
     `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
 
-    @property
-    def num_selected(self) -> int | None:
-        """Number of samples per group to train on: half of them the best samples, half the worst. None: all samples."""
-        return None
-
-    @property
-    def drops_zero_std(self) -> bool:
-        """Whether a group is dropped if all its samples have the same reward."""
-        return False
-
     def check_reward(self, reward: RewardRecipe) -> None:
         """Raise ValueError if the section `reward` has keys that `combine` does not use."""
         if self.combine != "sum" and (reward.clip is not None or reward.scale != 1):

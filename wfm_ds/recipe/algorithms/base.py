@@ -232,6 +232,16 @@ class RolloutSettings(AlgorithmSettings):
         return self.advantages is not None
 
     @property
+    def num_selected(self) -> int | None:
+        """Number of samples per group to train on: half of them the best samples, half the worst. None: all samples."""
+        return None
+
+    @property
+    def drops_zero_std(self) -> bool:
+        """Whether a group is dropped if all its samples have the same reward."""
+        return False
+
+    @property
     def num_updates(self) -> int:
         return self.num_sample_parts
 
