@@ -5,7 +5,7 @@ PY ?= .venv/bin/python
 CONSTRAINTS ?= constraints.txt
 SETUP := $(if $(filter .venv/bin/python,$(PY)),setup)
 # Test files that run at the same time (some start four processes). 0: one process, for a debugger.
-JOBS ?= 2
+JOBS ?= 3
 export OMP_WAIT_POLICY = PASSIVE
 # Each of the many processes that tests start would compile all sources and tests again.
 unexport PYTHONDONTWRITEBYTECODE

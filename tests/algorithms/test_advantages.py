@@ -274,7 +274,7 @@ def test_total_is_clipped_then_scaled_and_the_clip_is_counted():
     assert rewards.totals == [-10.0, 10.0, 30.0, None]
     assert rewards.stats == {"reward/total/clipped_fraction": pytest.approx(2 / 3)}
     settings = RlSettings(name="any", advantage_std="none", adv_clip_max=100.0)
-    got = compute_advantages(rewards, ["g"] * 4, settings)
+    got = compute_advantages(rewards, ["g"] * 4, settings, num_selected=None, drops_zero_std=False)
     assert got.values == [-20.0, 0.0, 20.0, None]
     assert got.stats["reward/total/clipped_fraction"] == pytest.approx(2 / 3)
 

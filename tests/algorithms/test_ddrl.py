@@ -285,6 +285,14 @@ def test_exponential_rewards_replace_the_advantages():
     assert exponential == sorted(exponential)
 
 
+def test_only_the_best_and_worst_samples_of_groups_with_unequal_rewards_are_trained():
+    totals = [0.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0]
+    rewards = Rewards(totals, [(total,) for total in totals], (1.0,), {})
+    algorithm = ddrl("algorithm.best_of_n=2", "algorithm.zero_std=drop")
+    values = algorithm.compute_advantages(rewards, list("aaaabbbb")).values
+    assert [value is not None for value in values] == [True, False, False, True, *[False] * 4]
+
+
 def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
     algorithm = ddrl("algorithm.train_on=[1,-1]", "sampling.steps=6")
     drawn = Counter(next(k for k in algorithm.training_steps(step) if k != 1) for step in range(1, 1601))

@@ -146,7 +146,9 @@ def test_a_distance_to_the_reference_gives_every_term_a_gradient():
 )
 def test_groups_of_equal_rewards_are_dropped_if_only_rewards_give_gradients(section, drops):
     rewards = Rewards([1.0, 1.0, 0.0, 1.0], [(1.0,), (1.0,), (0.0,), (1.0,)], (1.0,), {})
-    values = compute_advantages(rewards, list("aabb"), section, drops_zero_std=section.drops_zero_std).values
+    values = compute_advantages(
+        rewards, list("aabb"), section, num_selected=None, drops_zero_std=section.drops_zero_std
+    ).values
     assert values[:2] == ([None, None] if drops else [0.0, 0.0])
     assert None not in values[2:]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17 hides it without torchvision
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # transformers 5.17 hides it
 
 from clips import write_clip
 from wfm_ds.cli.main import main

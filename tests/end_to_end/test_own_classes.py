@@ -69,7 +69,7 @@ def test_wfm_checks_a_family_in_the_current_folder(wfm):
     assert "checks passed" in wfm("models", "check", "my_lumina:Lumina2", "--tiny", "pipeline")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wfm_trains_with_an_algorithm_and_two_uses_of_a_reward_in_the_current_folder(wfm):
     """The launcher, the ranks, the rollout worker and the reward service with its workers import both classes."""
     write_code("own_algorithm.md", "my_algorithm.py", wfm.folder)

@@ -98,6 +98,7 @@ def test_a_rank_trains_on_the_samples_of_a_worker(one_rank, tiny_pipelines, tmp_
     assert not any("perf/forwards_rollout" in s for s in steps)
 
 
+@pytest.mark.long
 def test_nft_with_workers_equals_nft_without_workers(train, tmp_path):
     train("colocated", "sd3_nft", OLD)
     train("async", "sd3_nft", OLD, *ON_POLICY)

@@ -339,6 +339,7 @@ def resume_elsewhere(folder, config, stop, num_ranks):
     return restored, gather_states(engine)
 
 
+@pytest.mark.long
 @check_each(("stop", "here", "there"), [(1, "zero2", "zero3"), (3, "zero3", "zero1")])
 def test_one_rank_resumes_a_run_of_two_ranks_and_back(one_rank, two_ranks, tmp_path, stop, here, there):
     ranks = {1: one_rank, 2: two_ranks}

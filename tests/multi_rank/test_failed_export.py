@@ -32,7 +32,7 @@ def train_while_the_base_disappears(recipe, overrides, index):
 
 
 @pytest.mark.parametrize("export_every", [0, 1])
-@pytest.mark.ci_cases("1")
+@pytest.mark.long
 def test_a_checkpoint_is_saved_before_the_error_of_an_export(one_rank, tiny_pipelines, tmp_path, export_every):
     model, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(tiny_pipelines("sd3"), model)

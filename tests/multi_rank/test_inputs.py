@@ -69,6 +69,7 @@ def settings(case, folder, tiny_pipelines, world, *overrides):
 
 
 @pytest.mark.parametrize("case", ["nft", "sft", "sana_wm"])
+@pytest.mark.ci_cases("sft", "sana_wm")
 def test_runs_with_actions_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
 ):

@@ -146,7 +146,6 @@ def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", s
     ],
 )
 @pytest.mark.ci_cases(
-    "sd3-zero2-full-bfloat16-64",
     "sd3-zero3-lora-checkpointed-bfloat16-64",
     "wan21-zero2-lora-attention-kept-bfloat16-64",
     "sd3-zero2-lora-float32-64",

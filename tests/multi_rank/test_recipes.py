@@ -33,7 +33,10 @@ OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # these also ru
 SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
 # The recipes for edits differ in few settings. Of these nine recipes, .ci/run runs only two.
 EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs and "/" not in name}
-LONG = {*SHARDED, *EDITS, "sd3_nft_async"} - {"qwen_image_edit_nft", "flux_kontext_nft"}
+# Variants of other recipes; they run weekly.
+VARIANTS = {"cp_video_nft", "cp_i2v_nft", "wan_14b_video_nft", "wan_video_nft", "wan22_ti2v_video_nft"}
+VARIANTS |= {"sd3_dance_grpo", "sd3_flow_dppo", "sd3_flow_grpo_fast", "sd3_mix_grpo", "sd3_nft_async", "sd3_ram"}
+LONG = {*SHARDED, *EDITS, *VARIANTS} - {"qwen_image_edit_nft", "flux_kontext_nft"}
 IN_CI = ("_nft", "_sft", "_sft_lora")
 # Kinds of runs without a shipped recipe.
 OTHERS = (
@@ -221,7 +224,7 @@ def assert_tiny_trains(ranks, name, out, *overrides):
 
 
 def choose_tier(name):
-    """Return the marks of a run on one rank. .ci/run trains most families with SFT and NFT, and SD3 with all
+    """Return the marks of a run on one rank. .ci/run trains most families with SFT and NFT, and SD3 with most
     algorithms. Sharded recipes run on two ranks instead."""
     if name in OFTEN:
         return [pytest.mark.unit]

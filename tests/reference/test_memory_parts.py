@@ -70,7 +70,7 @@ def num_bytes(tensors):
         ("zero2", False),
         pytest.param("zero2", True, marks=pytest.mark.slow),
         ("zero3", False),
-        ("zero3 hpz", False),  # the last one, because DeepSpeed keeps the hpZ process groups until the process ends
+        ("zero3 hpz", False),
     ],
 )
 @pytest.mark.unit
@@ -89,6 +89,7 @@ def share_weights_on_node(path):
     path.write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 def test_the_estimate_of_full_training_with_zero3_and_with_hpz_is_what_tensors_take(tiny_pipelines, tmp_path):
     path = own_config("zero3", tmp_path)
     words = {"lora": False, "checkpointing": True, "dtype": "bfloat16", "side": SIDE, "family": "sd3"}

@@ -90,8 +90,8 @@ def compute_advantages(
     groups: Sequence[str],
     settings: AdvantageSettings,
     *,
-    num_selected: int | None = None,
-    drops_zero_std: bool = False,
+    num_selected: int | None,
+    drops_zero_std: bool,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
     """Center and scale rewards within their group, then transform, clip and select the resulting advantages.
@@ -106,8 +106,8 @@ def compute_advantages(
 
     `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode are then applied in this order.
 
-    num_selected: number of samples per group to train on, half of them the best and half the worst; None for all.
-    drops_zero_std: whether a group is dropped if all its samples have the same reward.
+    num_selected: number of samples per group to train on. None: all of them. Otherwise half of them are the best
+    samples and half the worst. drops_zero_std: whether groups with equal rewards are dropped.
 
     Samples without a reward, samples that are not selected, dropped groups and groups with fewer than two rewards get
     None. If all rewards of a group are equal, its advantages are 0 before `transform`. Raises ValueError for unequal

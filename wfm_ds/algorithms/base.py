@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
+from wfm_ds.algorithms.advantages import Advantages, Array, Rewards, compute_advantages
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.algorithms import RlSettings, RolloutSettings
 from wfm_ds.sampling.latents import StreamWeights, free_frame_mask
@@ -124,6 +124,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     uses_old_predictions = False
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
+    advantage_transform: Callable[[Array], Array] | None = None
+    """Elementwise function that is applied to the advantages before they are clipped."""
     keeps_passes = False
     """Whether rollouts keep the predictions of their guidance passes for the first optimizer step."""
     uses_group_statistics = False
@@ -176,7 +178,12 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         if self.advantage_settings is None:
             return Advantages([None if total is None else 0.0 for total in rewards.totals], {})
         return compute_advantages(
-            rewards, groups, self.advantage_settings, num_selected=self.num_selected, drops_zero_std=self.drops_zero_std
+            rewards,
+            groups,
+            self.advantage_settings,
+            num_selected=self.num_selected,
+            drops_zero_std=self.drops_zero_std,
+            transform=self.advantage_transform,
         )
 
     @abstractmethod

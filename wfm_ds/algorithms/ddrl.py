@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
 from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, StepSamples
 from wfm_ds.algorithms.ddrl_losses import data_loss, draw_data_sigma, log_ratio, reference_kl
 from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
@@ -141,6 +140,9 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         self.separates_data = self.settings.data_forward == "separate"
         self.rollout_policy = "train" if self.on_policy else self.reference_policy
         self.references = tuple(self.settings.list_policies(recipe.rl.rollout))
+        if self.settings.exp_reward:
+            baseline = self.settings.exp_reward_baseline
+            self.advantage_transform = lambda advantages: baseline - np.exp(-advantages)
         self.edm_plan = self._make_plan(())
         self._check_step_noise()
 
@@ -183,12 +185,6 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 
     def plan(self, step: int) -> EdmPlan:
         return self._make_plan(self.training_steps(step))
-
-    def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        s = self.settings
-        if not s.exp_reward:
-            return compute_advantages(rewards, groups, s)
-        return compute_advantages(rewards, groups, s, transform=lambda a: s.exp_reward_baseline - np.exp(-a))
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[DdrlTerm]]:
         trained = self.training_steps(step)

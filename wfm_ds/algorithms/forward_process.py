@@ -61,7 +61,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         super().__init__(recipe, sigmas, model)
         self.sigmas: list[float] = sigmas[:-1].tolist()
         self.num_levels = self.settings.terms_per_sample(recipe.sampling)
-        self.num_grid_levels = self.settings.num_grid_levels(len(self.sigmas))
+        self.num_available_levels = self.settings.num_grid_levels(len(self.sigmas))
         self.has_regularizer = self.settings.has_regularizer
         self.shift = self.settings.flow_shift
         if self.settings.levels == "stratified" and self.shift is None and model is not None:
@@ -93,7 +93,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)
-            return [(k, self.sigmas[k]) for k in draw_steps(self.num_grid_levels, self.num_levels, seed)]
+            return [(k, self.sigmas[k]) for k in draw_steps(self.num_available_levels, self.num_levels, seed)]
         assert self.shift is not None, "built without a model: the timestep shift is unknown"
         return list(enumerate(draw_stratified_sigmas(self.num_levels, self.shift, self.run_seed, step, *key)))
 

@@ -1,4 +1,4 @@
-"""Prompt files of RL and validation."""
+"""Reads prompt files for RL and validation."""
 
 from __future__ import annotations
 

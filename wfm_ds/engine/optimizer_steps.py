@@ -1,4 +1,4 @@
-"""Backward passes and optimizer steps of a DeepSpeed engine, for one trained adapter at a time, and their schedules."""
+"""Optimizer steps of a DeepSpeed engine, for one adapter at a time, with their schedules and a limit on failed ones."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StepResult:
     grad_norm: float  # norm of the gradient over all ranks, before clipping; NaN if the step was not applied
     is_clipped: bool
     lr: float  # learning rate of this step, also if it was not applied
-    num_skipped: int  # skipped steps of the run until now, of all adapters
+    num_skipped: int  # optimizer steps that the run has skipped so far, over all adapters
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return the metrics of the step. prefix: text after `optim/` in the metric names."""
+        """Return the metrics of the step. prefix: text before the names of the metrics of one adapter."""
         return {
             f"optim/{prefix}grad_norm": self.grad_norm,
             f"optim/{prefix}clipped": float(self.is_clipped),

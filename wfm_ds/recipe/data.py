@@ -168,7 +168,7 @@ class DataRecipe(Section):
     """Position of the crop if the aspect ratio of an image or video differs from that of the sample size. `centre`: the
     centre. `random`: a random position in each epoch."""
     video_resize: Literal["pillow", "swscale"] = "pillow"
-    """Library that resizes video frames. `swscale`: about four times as many clips per second of a CPU core, with
+    """Library that resizes video frames. `swscale`: four to five times as many clips per second of a CPU core, with
     slightly different pixels (docs/data_processing.md). Images are always resized by Pillow."""
     buckets: (
         Annotated[

@@ -80,7 +80,9 @@ class SftLoop(TrainingLoop):
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
         self.settings = job.recipe.supervised_settings
-        self.streams = choose_stream_weights(self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling))
+        self.stream_weights = choose_stream_weights(
+            self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling)
+        )
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
         self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
@@ -140,7 +142,7 @@ class SftLoop(TrainingLoop):
         for policy in self.algorithm.settings.reference_policies:
             with self.job.timer(f"{policy}_forward"), self.job.engine.use_policy(policy):
                 for errors, micro in zip(errors_by_micro, micros.iterate(release=False), strict=True):
-                    errors[policy] = predict_errors(self.job, policy, micro.batch, micro.expert, self.streams)
+                    errors[policy] = predict_errors(self.job, policy, micro.batch, micro.expert, self.stream_weights)
         return errors_by_micro
 
     def optimize(
@@ -152,7 +154,7 @@ class SftLoop(TrainingLoop):
         engine = self.job.engine
         engine.expect_backwards(micros.num_backwards)
         for micro, reference_errors in zip(micros.iterate(release=True), references, strict=True):
-            errors = predict_errors(self.job, "policy", micro.batch, micro.expert, self.streams)
+            errors = predict_errors(self.job, "policy", micro.batch, micro.expert, self.stream_weights)
             sigma_B = micro.batch.sigma[: errors.shape[1]]
             loss_B, stats = self.algorithm.loss(errors, sigma_B, reference_errors)
             engine.backward(loss_B.sum(), num_terms=self.job.run_sizes.samples_per_step)
@@ -203,10 +205,13 @@ class SftLoop(TrainingLoop):
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else prompt_text(sample.prompt)
 
 
-def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int, streams: StreamWeights | None) -> Tensor:
+def predict_errors(
+    job: Job, purpose: str, batch: NoisyBatch, expert: int, stream_weights: StreamWeights | None
+) -> Tensor:
     """Return the active policy's velocity errors [M, B] for a batch of B samples of M images or videos.
 
-    purpose: name under which the forward passes are counted. streams: weights of video and sound in the errors.
+    purpose: name under which the forward passes are counted. stream_weights: weights of video and sound in the errors;
+    None: all elements have equal weights.
     """
     frames = (
         None
@@ -216,7 +221,7 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int, strea
     inputs = job.sampler.encode_inputs(batch.inputs, frames, batch.clean_latents.shape[1:])
     conditioning, mask = {**job.text_cache.encode(batch.texts), **inputs}, inputs.get(MASK_KEY)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
-    errors = velocity_errors(velocity, batch.clean_latents, batch.noise, mask, streams)
+    errors = velocity_errors(velocity, batch.clean_latents, batch.noise, mask, stream_weights)
     return errors.view(batch.items_per_sample, -1)
 
 
@@ -245,7 +250,9 @@ class ValidationLoss:
         """framings: size and crop of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised_settings
-        self.streams = choose_stream_weights(self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling))
+        self.stream_weights = choose_stream_weights(
+            self.settings.stream_weights, job.model.stream_sizes(job.recipe.sampling)
+        )
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.sigmas = validation_sigmas(self.shift).tolist()
         self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
@@ -299,7 +306,7 @@ class ValidationLoss:
             chosen = [terms[k % len(terms)] for k in part]  # repeats: all ranks run the same number of forward passes
             clean = {i: clean[i] if i in clean else self.load_latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
             batch = self.make_noisy_batch(chosen, clean)
-            batch_errors = predict_errors(self.job, "validation", batch, expert, self.streams)
+            batch_errors = predict_errors(self.job, "validation", batch, expert, self.stream_weights)
             count = sum(k < len(terms) for k in part)
             rows, levels = (list(column[:count]) for column in zip(*chosen, strict=True))
             errors[:, rows, levels] = batch_errors[:, :count].double()
