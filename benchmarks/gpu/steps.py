@@ -43,7 +43,8 @@ def try_measurement(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def measure_steps(
     recipe: Path, variant: RecipeVariant, overrides: Sequence[str], steps: int, peak: float | None, *, counts: bool
 ) -> dict[str, Any]:
-    with runs.set_environment(variant.environment), runs.open_run(recipe, [*overrides, *variant.overrides]) as run:
+    overrides = [*overrides, *variant.overrides, *([] if peak is None else [f"logging.peak_tflops={peak}"])]
+    with runs.set_environment(variant.environment), runs.open_run(recipe, overrides) as run:
         row: dict[str, Any] = {"first step s": runs.time_call(run.run_step)}
         before = len(run.metric_lines())
         run.phases.work.clear()

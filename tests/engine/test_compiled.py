@@ -185,10 +185,8 @@ def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
         assert (gradients[layer] - gradient).norm() <= 1e-2 * gradient.norm(), layer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "sd3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_blocks_equal_eager_ones(name, count):
     case, block_classes = CASES[name], model_families()[FAMILIES[name]].block_classes
     eager = built(case, lora=True, checkpointing=True)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from wfm_ds.demos.digits_data import write_digits
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,6 +50,7 @@ def train(folder, pipeline, *words, num_ranks=2, recipe="sd3_sft", **environ):
     )
 
 
+@pytest.mark.long
 def test_out_of_memory_ends_all_ranks_and_the_run_resumes_with_a_lower_key(tmp_path, tiny_pipelines):
     write_digits(tmp_path / "digits")
     words = [f"data.path={tmp_path / 'digits' / 'images'}", "checkpoint.every=1"]

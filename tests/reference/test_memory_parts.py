@@ -89,7 +89,7 @@ def share_weights_on_node(path):
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_estimate_of_full_training_with_zero3_and_with_hpz_is_what_tensors_take(tiny_pipelines, tmp_path):
     path = own_config("zero3", tmp_path)
     words = {"lora": False, "checkpointing": True, "dtype": "bfloat16", "side": SIDE, "family": "sd3"}

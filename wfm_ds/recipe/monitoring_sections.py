@@ -95,7 +95,7 @@ class LoggingRecipe(Section):
     """Show a progress line in the console."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a device in `model.dtype`, for perf/mfu. Unset: looked up by the device name; perf/mfu is omitted
-    for unknown devices."""
+    for unknown devices. On a CPU, perf/tflops_per_gpu of diffusion models needs this key."""
 
     @property
     def active_trackers(self) -> list[TrackerName]:

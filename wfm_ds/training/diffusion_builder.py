@@ -106,6 +106,8 @@ def build_diffusion_engine(
         initial_adapter=adapter_tensors,
         extra_adapters=list_extra_adapters(recipe),
         frozen_adapters=teachers,
+        # Counting takes a second. Without a peak, nobody needs the FLOPs of a CPU.
+        count_flops=world.device.type != "cpu" or recipe.logging.peak_tflops is not None,
         find_part=model.parameter_component,
     )
     model.denoiser = engine.forward_module
