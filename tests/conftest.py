@@ -1,5 +1,6 @@
 """Environment variables that must be set before torch is imported, and shared fixtures."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,6 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # garbage collections skip the imported packages
     os.environ.pop("TRITON_INTERPRET", None)  # other tests and their subprocesses run without it (kernels/conftest.py)
 
 
