@@ -190,11 +190,13 @@ def release_engines():
     import torch.distributed as dist
     from deepspeed import DeepSpeedEngine, comm
 
+    if not comm.is_initialized():
+        return
     for engine in [found for found in gc.get_objects() if issubclass(type(found), DeepSpeedEngine)]:
         engine.destroy()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
-            (comm if comm.is_initialized() else dist).destroy_process_group(group)
+            comm.destroy_process_group(group)
 
 
 def join(rank, num_ranks, store):

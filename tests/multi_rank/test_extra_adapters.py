@@ -295,7 +295,6 @@ def stop_and_resume(folder, config, stops):
     return same
 
 
-@pytest.mark.unit
 def test_a_resumed_run_is_equal_before_the_first_update_of_default(two_ranks, tmp_path):
     for same in two_ranks.run(stop_and_resume, folder=str(tmp_path), config="zero2", stops=[1]):
         assert same == [[True] * 5]

@@ -29,7 +29,7 @@ def is_sharded(engine):
 
 TESTS = Path(__file__).parent.parent
 COLORS = TESTS.parent / "recipes" / "prompts" / "colors"
-OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # these also run in the default tier
+OFTEN = ("cp_nft", "sd3_image_sft_lora")  # these also run in the default tier
 SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
 # The recipes for edits differ in few settings. Of these nine recipes, .ci/run runs only two.
 EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs and "/" not in name}
@@ -37,7 +37,7 @@ EDITS = {name for name, recipe in SHIPPED.items() if recipe.data.image_inputs an
 VARIANTS = {"cp_video_nft", "cp_i2v_nft", "wan_14b_video_nft", "wan_video_nft", "wan22_ti2v_video_nft"}
 VARIANTS |= {"sd3_dance_grpo", "sd3_flow_dppo", "sd3_flow_grpo_fast", "sd3_mix_grpo", "sd3_nft_async", "sd3_ram"}
 LONG = {*SHARDED, *EDITS, *VARIANTS} - {"qwen_image_edit_nft", "flux_kontext_nft"}
-IN_CI = ("_nft", "_sft", "_sft_lora")
+IN_CI = ("_nft", "_sft", "_sft_lora", "wan22_i2v_flow_grpo")
 # Kinds of runs without a shipped recipe.
 OTHERS = (
     "sana_wm_flow_grpo",

@@ -201,7 +201,7 @@ class OptimizerSteps:
         self.ds.step()
         self.shards.zero_gradients()
         if not self.ds.was_step_applied():
-            return self._skipped_result(lr)
+            return self._record_skip(lr)
         if self.trained_adapter == DEFAULT_ADAPTER:
             self.num_updates += 1
         else:
@@ -220,9 +220,9 @@ class OptimizerSteps:
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
-        return self._skipped_result(self._next_learning_rate())
+        return self._record_skip(self._next_learning_rate())
 
-    def _skipped_result(self, lr: float) -> StepResult:
+    def _record_skip(self, lr: float) -> StepResult:
         self.num_skipped += 1
         return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr, num_skipped=self.num_skipped)
 
