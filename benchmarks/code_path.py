@@ -11,6 +11,7 @@ a call.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import threading
@@ -20,8 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import wfm_ds
+import wfm_kernels
+import wfm_reward
+
 ROOT = Path(__file__).parent.parent
-PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("wfm_ds", "reward", "kernels"))
+PRODUCT = tuple(f"{Path(str(package.__file__)).parent}/" for package in (wfm_ds, wfm_kernels, wfm_reward))
 
 
 class CallTrace:
@@ -107,7 +112,7 @@ def main() -> int:
     for name, trace in zip(("set-up", "step"), trace_recipe(args.recipe), strict=True):
         lines.append(f"{args.recipe} {name}: {len(trace.files)} files, {len(trace.deepest)} frames deep")
         if args.files:
-            lines += [f"  {Path(file).relative_to(ROOT)}" for file in sorted(trace.files)]
+            lines += [f"  {os.path.relpath(file, ROOT)}" for file in sorted(trace.files)]
             lines += ["  deepest:", *(f"    {call}" for call in trace.deepest)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
