@@ -71,7 +71,8 @@ def step_columns(run: runs.OpenRun, lines: Sequence[dict[str, Any]], peak: float
     peak = peak or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
     needed = sum(work.required for work in run.phases.work.values())
     all_flops = needed + sum(work.recomputed for work in run.phases.work.values())
-    found["TFLOP/s"] = all_flops / sum(step_s) / TERA
+    if all_flops:  # a run on a CPU counts them only with a peak
+        found["TFLOP/s"] = all_flops / sum(step_s) / TERA
     if peak is not None:
         found["MFU"] = needed / sum(step_s) / TERA / peak
         for phase, work in run.phases.work.items():
