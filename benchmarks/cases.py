@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers import pointwise
 from wfm_kernels import flow_noise, nft_loss, reference, sde_coefficients, sde_log_prob, sde_step
-from wfm_kernels.noise import normal_noise
+from wfm_kernels.torch_backend import normal_noise
 
 SHAPES: Mapping[str, tuple[int, ...]] = {  # latents of real models
     "sd35_512_b1": (1, 16, 64, 64),

@@ -5,7 +5,7 @@ import torch
 
 from kernel_cases import BACKENDS, BF16, BLOCK, DEVICE, FP32
 from wfm_kernels import NOISE_CONTRACT, flow_noise, triton_backend, triton_kernels
-from wfm_kernels.noise import _BLOCK, normal_from_words, normal_noise, philox_words
+from wfm_kernels.torch_backend import _BLOCK, normal_from_words, normal_noise, philox_words
 
 SEEDS = [0, 7, -5, 2**40 + 3, 2**62, 2**63 - 1, -(2**63)]
 N = 20_000

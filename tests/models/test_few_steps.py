@@ -27,7 +27,7 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.runs.model_loading import load_model
 from wfm_ds.sampling.denoise import step_noise_seeds
 from wfm_ds.types import Prompt
-from wfm_kernels.noise import normal_noise
+from wfm_kernels.torch_backend import normal_noise
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SIZE = {"height": 32, "width": 32}

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from wfm_ds.seeds import derive_seed, draw_uniform
-from wfm_kernels.noise import normal_noise
+from wfm_kernels.torch_backend import normal_noise
 
 __all__ = ["cpu_noise", "data_index", "derive_seed", "device_noise", "draw_uniform", "permutation", "shuffled"]
 

@@ -4,7 +4,7 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from each_case import check_each
 from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
-from wfm_kernels.noise import normal_noise
+from wfm_kernels.torch_backend import normal_noise
 
 SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
 

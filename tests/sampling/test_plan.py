@@ -14,7 +14,7 @@ from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
 from wfm_ds.sampling.denoise import step_noise_seeds
 from wfm_ds.sampling.plan import all_trainable_steps, apply_shift, deterministic_plan, stochastic_plan, trainable_steps
 from wfm_kernels import reference, sde_log_prob
-from wfm_kernels.noise import normal_noise
+from wfm_kernels.torch_backend import normal_noise
 
 FP64 = torch.float64
 # noise levels of diffusers' Euler scheduler with shift 3 and ten steps
