@@ -1,4 +1,4 @@
-"""Start a reward service with an HTTP port, and send it plain HTTP requests."""
+"""Start reward services, and send them samples or plain HTTP requests."""
 
 import http.client
 import io
@@ -6,12 +6,16 @@ import json
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import yaml
+
+from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 
 TOKEN = "correct horse"
 TIMEOUT_S = 60
@@ -34,6 +38,17 @@ def serving(folder, config, environment=None):
         service.terminate()
         service.stdout.close()
         service.wait(TIMEOUT_S)
+
+
+@contextmanager
+def started_client(folder, *functions, **changes):
+    """Start a reward service for reward functions of a recipe, and yield a client of it."""
+    recipe = RewardRecipe(functions=list(functions), **({"timeout_s": 60, "start_timeout_s": 60} | changes))
+    with (
+        RewardService(recipe, folder) as service,
+        closing(RewardClient(service.endpoint, recipe, "run", "rank0")) as client,
+    ):
+        yield client
 
 
 class Http:
@@ -76,6 +91,11 @@ class Http:
             assert answer[1]["error"]["code"] == "not_ready"
         assert answer[0] == 200, answer[1]
         return answer[1]
+
+
+def chat_reply(text):
+    """Return an answer of `Server`: the reply of a model in OpenAI's format."""
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 def enqueue_body(fields, array):

@@ -6,7 +6,7 @@ from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 
 
-def media_batch(media, prompts=None, metadata=None, *, fps=None, reward="", prefix="s", inputs=(), images=()):
+def media_batch(media, prompts=None, metadata=None, *, prefix="s", **fields):
     """Return a batch of images [B,H,W,3] or videos [B,T,H,W,3]."""
     count = len(media)
     return MediaBatch(
@@ -14,10 +14,7 @@ def media_batch(media, prompts=None, metadata=None, *, fps=None, reward="", pref
         sample_ids=[f"{prefix}{i}" for i in range(count)],
         prompts=prompts or ["a cat"] * count,
         metadata=metadata or [{}] * count,
-        fps=fps,
-        reward=reward,
-        inputs=inputs,
-        images=images,
+        **fields,
     )
 
 

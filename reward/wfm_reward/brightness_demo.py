@@ -72,15 +72,6 @@ def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return moves
 
 
-def measure_moves(frames: Frames) -> FrameBrightness:
-    """Return the brightness changes [2] of the two moves in frames [9,8,16,3], in units of BRIGHTNESS_STEP.
-
-    Raises ValueError if the frames have a different shape.
-    """
-    moves: FrameBrightness = measure_pixel_changes(frames)[:, -1].mean(axis=1)
-    return moves
-
-
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
     """Return the pixel changes [2 moves, 4 frames, 8 * 16 * 3 pixels], in units of BRIGHTNESS_STEP.
 

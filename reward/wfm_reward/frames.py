@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,30 +64,29 @@ def score_frames(
             reward=videos.reward,
         )
         scores += score_images(images)
-    count = len(frame_indices)
-    return [mean_score(scores[start : start + count], frame_indices) for start in range(0, len(scores), count)]
+    count, labels = len(frame_indices), [f"frame {index}" for index in frame_indices]
+    by_video = [scores[start : start + count] for start in range(0, len(scores), count)]
+    return [mean_score(part, labels, common_parts(part)) for part in by_video]
 
 
-def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Return the mean of the frame scores of one video, or a failure that names the first failed frame.
+def common_parts(scores: Sequence[Score]) -> list[str]:
+    return [name for name in scores[0].parts if all(name in score.parts for score in scores)]
 
-    frames: index of each scored frame in the video.
+
+def mean_score(scores: Sequence[Score], labels: Sequence[str], parts: Iterable[str]) -> Score:
+    """Return the mean of several scores of one sample, or a failure that names the first failed score.
+
+    labels: names of the scores. parts: names in Score.parts, each averaged over the scores that have it.
     """
-    first, values = scores[0], list[float]()
-    for score, frame in zip(scores, frames, strict=True):
-        if score.value is None:
-            reason = f"frame {frame}: {score.failure}"
-            return Score(sample_id=first.sample_id, reward=first.reward, failure=reason, seconds=_total_seconds(scores))
-        values.append(score.value)
-    common = [name for name in first.parts if all(name in score.parts for score in scores)]
+    first, seconds = scores[0], sum(score.seconds for score in scores)
+    for label, score in zip(labels, scores, strict=True):
+        if score.failure is not None:
+            reason = f"{label}: {score.failure}"
+            return Score(sample_id=first.sample_id, reward=first.reward, failure=reason, seconds=seconds)
     return Score(
         sample_id=first.sample_id,
         reward=first.reward,
-        value=float(np.mean(values)),
-        seconds=_total_seconds(scores),
-        parts={name: float(np.mean([score.parts[name] for score in scores])) for name in common},
+        value=float(np.mean([score.value for score in scores if score.value is not None])),
+        seconds=seconds,
+        parts={name: float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts},
     )
-
-
-def _total_seconds(scores: Sequence[Score]) -> float:
-    return sum(score.seconds for score in scores)

@@ -67,7 +67,6 @@ class HttpClient:
         """
         wait_s = FIRST_WAIT_S
         while True:
-            problem = f"no response from {url} in time"
             try:
                 response = self._post_once(url, body, headers, max(0.1, deadline_s - time.monotonic()))
                 if response.status in (401, 403):
@@ -87,16 +86,13 @@ class HttpClient:
         request = urllib.request.Request(url, body, {**headers, **bearer}, method="POST")
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
-                return HttpResponse(response.status, _check_size(response.read(MAX_RESPONSE_BYTES + 1)))
+                content = response.read(MAX_RESPONSE_BYTES + 1)
+                if len(content) > MAX_RESPONSE_BYTES:
+                    raise http.client.HTTPException(f"a response of more than {MAX_RESPONSE_BYTES} bytes")
+                return HttpResponse(response.status, content)
         except urllib.error.HTTPError as error:
             with error:
                 return HttpResponse(error.code, error.read(MAX_RESPONSE_BYTES))
-
-
-def _check_size(body: bytes) -> bytes:
-    if len(body) > MAX_RESPONSE_BYTES:
-        raise http.client.HTTPException(f"a response of more than {MAX_RESPONSE_BYTES} bytes")
-    return body
 
 
 def pause(seconds: float) -> None:

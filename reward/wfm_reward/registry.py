@@ -8,7 +8,6 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import wfm_reward.rewards
@@ -20,11 +19,6 @@ from wfm_reward.base import DEFAULT_MAX_BATCH, Reward
 def list_reward_names() -> list[str]:
     """Return the sorted names of the built-in rewards, without loading models."""
     return sorted(_load_builtin_rewards())
-
-
-def is_builtin(name: str) -> bool:
-    """Return whether `name` is a built-in reward, NAME or NAME/LABEL."""
-    return name.partition("/")[0] in _load_builtin_rewards()
 
 
 def get_reward_class(name: str) -> type[Reward]:
@@ -54,7 +48,8 @@ def find_reward_class(name: str, *, is_local: bool) -> type[Reward] | None:
 
     is_local: whether this run starts the reward service. Raises RewardError like `get_reward_class`.
     """
-    return get_reward_class(name) if is_local or is_builtin(name) else None
+    is_known = is_local or name.partition("/")[0] in _load_builtin_rewards()
+    return get_reward_class(name) if is_known else None
 
 
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
@@ -108,20 +103,12 @@ def _load_builtin_rewards() -> dict[str, type[Reward]]:
     for module_info in pkgutil.iter_modules(wfm_reward.rewards.__path__):
         if module_info.name.startswith("_"):
             continue
-        for reward in _list_module_rewards(importlib.import_module(f"wfm_reward.rewards.{module_info.name}")):
+        module = importlib.import_module(f"wfm_reward.rewards.{module_info.name}")
+        for _, reward in inspect.getmembers(module, inspect.isclass):
+            if not issubclass(reward, Reward) or reward.__module__ != module.__name__ or inspect.isabstract(reward):
+                continue
             if reward.name in rewards:
                 other = rewards[reward.name].__module__
                 raise RewardError(f"{reward.__module__} and {other} both define {reward.name}")
             rewards[reward.name] = reward
     return rewards
-
-
-def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
-    return [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, Reward)
-        and not inspect.isabstract(value)
-        and value.__module__ == module.__name__
-    ]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RewardError, UserError
 from wfm_ds.program import ignore_job_signals, run_command
@@ -34,7 +34,7 @@ from wfm_reward.config import ServiceConfig, load_config, read_service_token
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
 from wfm_reward.decoder import VIDEO_FILES, VaeScale
 from wfm_reward.stats import ServiceStats
-from wfm_reward.worker_pool import WorkerPool, WorkerProgram, decoder_program, reward_program, worker_stall_s
+from wfm_reward.worker_pool import WorkerPool, decoder_program, reward_program, worker_stall_s
 
 if TYPE_CHECKING:
     from wfm_reward.web.server import HttpServer
@@ -116,7 +116,10 @@ class RewardServer:
             self._keys = _load_keys(config, base)
             self._broker = self._create_broker()
             self._remove_videos()  # left by a killed service; only one service uses the folder at a time
-            self._workers = WorkerPool(self._broker, worker_programs(config, self._folder), self._selector)
+            programs = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
+            for channels, decoder in config.latent_decoders.items():
+                programs[f"decode:{channels}"] = decoder_program(channels, decoder, self._folder)
+            self._workers = WorkerPool(self._broker, programs, self._selector)
             self._http_server = self._create_http_server(base) if config.http is not None else None
         except UserError:
             self._remove_folder()
@@ -160,20 +163,17 @@ class RewardServer:
 
     def _create_broker(self) -> Broker:
         pipes = self.config.pipes
-        kinds = {
-            f"score:{name}": TaskKind(
-                worker_stall_s(name, reward),
-                {
-                    "max_batch": registry.resolve_max_batch(name, reward.max_batch),
-                    "options": reward.options,
-                    "needs_reference": registry.get_reward_class(name).needs_reference,
-                    "needs_sound": registry.get_reward_class(name).needs_sound,
-                    "sees_images": registry.get_reward_class(name).sees_images,
-                },
-                reward.max_waiting,
-            )
-            for name, reward in self.config.rewards.items()
-        }
+        kinds = {}
+        for name, reward in self.config.rewards.items():
+            reward_class = registry.get_reward_class(name)
+            properties = {
+                "max_batch": registry.resolve_max_batch(name, reward.max_batch),
+                "options": reward.options,
+                "needs_reference": reward_class.needs_reference,
+                "needs_sound": reward_class.needs_sound,
+                "sees_images": reward_class.sees_images,
+            }
+            kinds[f"score:{name}"] = TaskKind(worker_stall_s(name, reward), properties, reward.max_waiting)
         kinds |= {f"decode:{channels}": TaskKind(DECODE_STALL_S, {}) for channels in self.config.latent_decoders}
         return Broker(
             clients=_endpoint(pipes.clients, self._folder, "clients"),
@@ -192,25 +192,22 @@ class RewardServer:
 
     def _create_http_server(self, base: Path) -> HttpServer:
         try:
-            from wfm_reward.web.server import HttpServer, ServiceParts
+            from wfm_reward.web.server import HttpServer
         except ImportError as error:
             raise RewardError(f"HTTP needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
-        return HttpServer(ServiceParts(self.config, self._broker, self._workers, self._stats, self._keys), base)
+        return HttpServer(
+            self.config, base, broker=self._broker, workers=self._workers, stats=self._stats, keys=self._keys
+        )
 
     def _announce_ready(self) -> None:
-        content: dict[str, Any] = {
-            "clients": self._broker.client_endpoint,
-            "pid": os.getpid(),
-            "rewards": sorted(self.config.rewards),
-        }
-        if self._http_server is not None:
-            content["http"] = self._http_server.url
+        rewards = sorted(self.config.rewards)
+        http = {} if self._http_server is None else {"http": self._http_server.url}
+        content = {"clients": self._broker.client_endpoint, "pid": os.getpid(), "rewards": rewards, **http}
         temporary = self.pipes_file.with_name(f"{self.pipes_file.name}.{os.getpid()}.tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             json.dump(content, out)
         temporary.replace(self.pipes_file)
-        status: dict[str, object] = {"ready": sorted(self.config.rewards), "pipes": str(self.pipes_file)}
-        _print_status(status if self._http_server is None else {**status, "http": self._http_server.url})
+        _print_status({"ready": rewards, "pipes": str(self.pipes_file), **http})
 
     def _put_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
@@ -252,15 +249,6 @@ class RewardServer:
         self._remove_videos()
         with contextlib.suppress(OSError):  # not empty
             self._folder.rmdir()
-
-
-def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return {name: worker command} of each reward and decoder. folder: folder for the decoders' videos."""
-    scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
-    return scorers | {
-        f"decode:{n}": decoder_program(n, decoder_config, folder)
-        for n, decoder_config in config.latent_decoders.items()
-    }
 
 
 def _load_keys(config: ServiceConfig, base: Path) -> BrokerKeys | None:

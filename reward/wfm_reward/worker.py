@@ -40,10 +40,9 @@ def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
     reward.load()
     time_limit_s = settings["stall_s"] - min(60.0, 0.1 * settings["stall_s"])
     scoring = RewardScorer(reward, settings["reward"], settings["max_batch"], time_limit_s)
-    if not settings["max_wait_ms"]:
-        # One batch per task, so that scores do not depend on other requests.
-        return WorkerSetup(scoring.score_tasks, settings["stall_s"])
-    return WorkerSetup(scoring.score_tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
+    wait_s = settings["max_wait_ms"] / 1000
+    # Without a wait, one batch per task, so that scores do not depend on other requests.
+    return WorkerSetup(scoring.score_tasks, settings["stall_s"], settings["max_batch"] if wait_s else 1, wait_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +76,28 @@ class RewardScorer:
         num_done = 0
         for batch in _group_alike(items, self.max_batch):
             numbers, rows, tensors = zip(*batch, strict=True)
-            scores = (score for part in self.score_items(rows, tensors) for score in part)
-            for number, score in zip(numbers, scores, strict=True):
-                replies[number]["scores"].append([score.value, _truncate_reason(score.failure), dict(score.parts)])
+            for number, score in zip(numbers, self.score_items(rows, tensors), strict=True):
+                failure = score.failure and score.failure[:REASON_CHARS].encode(errors="replace").decode()
+                replies[number]["scores"].append([score.value, failure, dict(score.parts)])
                 replies[number]["batch"] = len(batch)
                 num_done += 1
                 progress(num_done, len(items))
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
-    def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
+    def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[Score]:
         """Yield the scores of a batch. If the reward raises an exception, each item is scored separately."""
+        scores: Iterable[Score]
         try:
             scores = self.score_batch(rows, tensors)
         except Exception as error:  # third-party code may raise anything; it becomes failures with a reason
             if len(rows) > 1:
                 log.info("%s failed on a batch of %d items (%s); scoring them one by one", self.name, len(rows), error)
+                pairs = zip(rows, tensors, strict=True)
+                scores = (score for row, tensor in pairs for score in self.score_items([row], [tensor]))
             else:
-                log.warning("%s failed on %s", self.name, rows[0].get("id"), exc_info=True)
-                yield [self._failure_score(str(rows[0].get("id", "")), describe_error(error))]
-                return
-        else:
-            yield scores
-            return
-        for row, tensor in zip(rows, tensors, strict=True):
-            yield from self.score_items([row], [tensor])
+                log.warning("%s failed on %s", self.name, rows[0]["id"], exc_info=True)
+                scores = [self._failure_score(rows[0]["id"], describe_error(error))]
+        yield from scores
 
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
         """Score rows with the same shape and fps as one batch. Raises any exception that the reward raises.
@@ -148,25 +145,26 @@ class RewardScorer:
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
+        if failure := self._find_failure(sample_id, score):
+            return self._failure_score(sample_id, failure, seconds)
+        parts = {output: float(value) for output, value in score.parts.items()}
+        return Score(sample_id=sample_id, reward=self.name, value=float(score.value), seconds=seconds, parts=parts)
+
+    def _find_failure(self, sample_id: str, score: Any) -> str:
+        """Return the reason why a score is not valid, or ""."""
         if not isinstance(score, Score):
-            return self._failure_score(
-                sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
-            )
+            return f"score() returned a {type(score).__name__} instead of a Score"
         if score.sample_id != sample_id:
-            return self._failure_score(
-                sample_id, f"score() returned the score of {score.sample_id!r} in its place", seconds
-            )
+            return f"score() returned the score of {score.sample_id!r} in its place"
         if score.value is None:
-            return self._failure_score(sample_id, score.failure or "no reason given", seconds)
+            return score.failure or "no reason given"
         for output, value in {**score.parts, self.reward.primary_output: score.value}.items():
             limits = self.reward.outputs.get(output)
             if not math.isfinite(value):
-                return self._failure_score(sample_id, f"{output} = {value} is not finite", seconds)
+                return f"{output} = {value} is not finite"
             if limits is not None and value not in limits:
-                reason = f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
-                return self._failure_score(sample_id, reason, seconds)
-        parts = {output: float(value) for output, value in score.parts.items()}
-        return Score(sample_id=sample_id, reward=self.name, value=float(score.value), seconds=seconds, parts=parts)
+                return f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
+        return ""
 
     def _failure_score(self, sample_id: str, reason: str, seconds: float = 0.0) -> Score:
         return Score(sample_id=sample_id, reward=self.name, failure=reason, seconds=seconds)
@@ -237,10 +235,6 @@ def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence
     keys = ("fps", "sound_rate")
     for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, *(item[1].get(key) for key in keys))):
         yield from split_into_chunks(list(group), max_batch)
-
-
-def _truncate_reason(reason: str | None) -> str | None:
-    return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

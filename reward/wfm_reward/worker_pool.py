@@ -150,8 +150,7 @@ class WorkerPool:
         for slot in self._slots:
             if slot.process is not None and now_s >= slot.kill_at_s and self._is_stuck(slot, now_s):
                 log.error("%s makes no progress and does not exit (pid %d): killed", slot.name, slot.process.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(slot.process.pid, signal.SIGKILL)
+                _send_kill(slot.process)
                 slot.process.wait()
             if slot.process is not None and slot.process.poll() is not None:
                 self._reap_worker(slot, now_s)
@@ -211,8 +210,7 @@ class WorkerPool:
         """Kill all processes immediately. Signal handlers may call this."""
         for slot in self._slots:
             if slot.process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(slot.process.pid, signal.SIGKILL)
+                _send_kill(slot.process)
 
     def _start_worker(self, slot: _WorkerSlot, now_s: float) -> None:
         program = self.programs[slot.reward]
@@ -331,9 +329,13 @@ def _read_pending_error(status: IO[bytes]) -> str | None:
     return None if error is None else str(error)
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
+def _send_kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    _send_kill(process)
     process.wait()
     _close_pipe(process.stdin)
     _close_pipe(process.stdout)

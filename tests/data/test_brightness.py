@@ -15,7 +15,7 @@ from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.demos import actions_data as brightness
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
-from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH, decode_moves, measure_moves
+from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH, decode_moves, measure_pixel_changes
 
 CLIP = Framing(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, clip="centre")
 
@@ -40,7 +40,8 @@ def share_followed(folder):
     found = []
     for sample in CaptionedFolder(folder, max_bad_fraction=0).samples:
         wanted = decode_moves(reader.load_prompt(sample, CLIP, draw_centre).inputs["actions"])
-        found.append((np.rint(measure_moves(load_media(sample.media, CLIP, draw_centre))) == wanted).all())
+        changes = measure_pixel_changes(load_media(sample.media, CLIP, draw_centre))
+        found.append((np.rint(changes[:, -1].mean(axis=1)) == wanted).all())
     return np.mean(found)
 
 

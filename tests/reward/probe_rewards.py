@@ -140,22 +140,8 @@ class DiesLoading(Brightness):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-class Sound(ItemReward):
-    """Returns the sample rate, and checksums of frames, sound and input images in `parts`."""
-
-    name, media_types, primary_output = "sound", frozenset({"video"}), "rate"
-    outputs = {"rate": Range(0.0, 1e6)}  # noqa: RUF012
-    needs_sound = sees_images = True
-
-    def score_item(self, item):
-        from reward_samples import checksum
-
-        arrays = {"frames": item.frames, "sound": item.sound, **item.images}
-        return item.score(item.sound_rate, **{name: checksum(array) for name, array in arrays.items()})
-
-
 class InputImages(ItemReward):
-    """Returns a checksum of the frames, the reference and each input image in `parts`."""
+    """Returns a checksum of all arrays of an item in `parts`, and the number of input images."""
 
     name, media_types, primary_output = "input_images", frozenset({"image", "video"}), "count"
     outputs = {"count": Range(0.0, 4.0)}  # noqa: RUF012
@@ -164,7 +150,16 @@ class InputImages(ItemReward):
     def score_item(self, item):
         from reward_samples import checksum
 
-        arrays = {"frames": item.frames, **item.images}
-        if item.reference is not None:
-            arrays["reference"] = item.reference
-        return item.score(len(item.images), **{name: checksum(array) for name, array in arrays.items()})
+        arrays = {"frames": item.frames, "reference": item.reference, "sound": item.sound, **item.images}
+        parts = {name: checksum(array) for name, array in arrays.items() if array is not None}
+        return item.score(len(item.images), **parts)
+
+
+class Sound(InputImages):
+    """Returns the sample rate in `parts`, too."""
+
+    name, media_types, needs_sound = "sound", frozenset({"video"}), True
+
+    def score_item(self, item):
+        score = super().score_item(item)
+        return item.score(score.value, **score.parts, rate=item.sound_rate)

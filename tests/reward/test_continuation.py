@@ -1,16 +1,19 @@
 """The reward `continuation`: similarity to the recording, and how the recording reaches the reward."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from each_case import check_each
+from reward_http import started_client
 from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
-from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.reward_service import RewardService
-from wfm_ds.rollout.rewards import RewardClient, list_reference_rewards, submit_finite_samples
-from wfm_ds.types import MediaBatch, Prompt
+from wfm_ds.rollout.rewards import submit_finite_samples
+from wfm_ds.types import Prompt
 from wfm_reward.rewards.continuation import Continuation
+from wfm_reward.similarity import psnr, ssim
+from wfm_reward.worker import _read_rows
 
 T, OVERLAP, H, W = 5, 2, 9, 11
 
@@ -23,44 +26,20 @@ def draw_videos(seed, count=3):
     return videos, np.clip(videos[:, OVERLAP:] + noise, 0, 255).astype(np.uint8)
 
 
-def with_references(videos, references, **changes):
-    batch = media_batch(videos)
-    fields = {name: getattr(batch, name) for name in ("media", "sample_ids", "prompts", "metadata")}
-    return MediaBatch(**fields, references=list(references), **changes)
-
-
-def measured(video, reference):
-    """Return (PSNR in dB, SSIM) in float64, each window by itself. Equal frames have a PSNR of 60 dB."""
-    x, y = video.astype(np.float64), reference.astype(np.float64)
-    errors = [((a - b) ** 2).mean() for a, b in zip(x, y, strict=True)]
-    decibels = [min(60.0, 10 * np.log10(255**2 / e)) if e else 60.0 for e in errors]
-    values = []
-    for a, b in zip(x, y, strict=True):
-        for top in range(H - 6):
-            for left in range(W - 6):
-                for channel in range(3):
-                    p, q = (i[top : top + 7, left : left + 7, channel].ravel() for i in (a, b))
-                    covariance = np.cov(p, q)  # divides by n - 1
-                    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-                    light = (2 * p.mean() * q.mean() + c1) / (p.mean() ** 2 + q.mean() ** 2 + c1)
-                    values.append(light * (2 * covariance[0, 1] + c2) / (covariance[0, 0] + covariance[1, 1] + c2))
-    return np.mean(decibels), np.mean(values)
-
-
 def test_scores_equal_the_formulas_and_conditioning_frames_do_not_count():
     videos, references = draw_videos(0)
     changed = videos.copy()
     changed[:, :OVERLAP] = 0
     options = {"psnr": 2.0, "ssim": 0.5}
-    for batch in (with_references(videos, references), with_references(changed, references)):
+    for batch in (media_batch(videos, references=list(references)), media_batch(changed, references=list(references))):
         scores = loaded("continuation", **options).score(batch)
         for video, reference, score in zip(videos, references, scores, strict=True):
-            decibels, similarity = measured(video[OVERLAP:], reference)
+            decibels, similarity = (measure(video[OVERLAP:], reference) for measure in (psnr, ssim))
             assert score.parts == pytest.approx({"psnr_db": decibels, "ssim": similarity}, rel=1e-9)
             assert score.value == pytest.approx((2 * min(1, decibels / 40) + 0.5 * similarity) / 2.5, rel=1e-9)
     assert scores[0].value == 1.0  # equal to its reference
     assert scores[0].value > scores[1].value > scores[2].value
-    (only, *_) = loaded("continuation", ssim=0.0).score(with_references(videos, references))
+    (only, *_) = loaded("continuation", ssim=0.0).score(media_batch(videos, references=list(references)))
     assert only.parts == {"psnr_db": 60.0}
 
 
@@ -89,24 +68,17 @@ def test_weights_without_a_sum_are_refused(options):
 @pytest.mark.slow
 def test_references_reach_the_service_and_only_rewards_that_need_them(tmp_path):
     """Next to the references, motion scores the videos alone."""
-    recipe = RewardRecipe(functions=[{"name": "continuation"}, {"name": "motion"}], timeout_s=60, start_timeout_s=60)
-    assert list_reference_rewards(recipe) == ["continuation"]
     videos, references = draw_videos(1)
-    with RewardService(recipe, tmp_path) as service:
-        client = RewardClient(service.endpoint, recipe, "run", "rank0")
-        try:
-            client.submit(with_references(videos, [*references[:2], None], fps=8.0))
-            scores = client.wait()
-            prompts = [Prompt(id="p", text="")] * 4
-            parts = [*references[:2], "cannot be decoded", "not used"]
-            ids, finite = ["s0", "s1", "s2", "s3"], [True, True, True, False]
-            failed = submit_finite_samples(
-                client, np.concatenate([videos, videos[:1]]), finite, ids, prompts, 8.0, parts
-            )
-            with_reasons = client.wait()
-        finally:
-            client.close()
-    expected = loaded("continuation").score(with_references(videos, references))
+    with started_client(tmp_path, {"name": "continuation"}, {"name": "motion"}) as client:
+        assert client.reference_rewards == ["continuation"]
+        client.submit(media_batch(videos, references=[*references[:2], None], fps=8.0))
+        scores = client.wait()
+        prompts = [Prompt(id="p", text="")] * 4
+        parts = [*references[:2], "cannot be decoded", "not used"]
+        ids, finite = ["s0", "s1", "s2", "s3"], [True, True, True, False]
+        failed = submit_finite_samples(client, np.concatenate([videos, videos[:1]]), finite, ids, prompts, 8.0, parts)
+        with_reasons = client.wait()
+    expected = loaded("continuation").score(media_batch(videos, references=list(references)))
     moved = loaded("motion").score(media_batch(videos, fps=8.0))
     for i, sample_id in enumerate(("s0", "s1", "s2")):
         assert scores[sample_id]["motion"].value == pytest.approx(moved[i].value, rel=1e-12)
@@ -121,10 +93,6 @@ def test_references_reach_the_service_and_only_rewards_that_need_them(tmp_path):
 
 
 def test_a_wrong_number_of_reference_frames_fails_the_task():
-    from types import SimpleNamespace
-
-    from wfm_reward.worker import _read_rows
-
     video = np.zeros((7, 4, 4, 3), np.uint8)
     row = {"id": "s", "prompt": "", "metadata": {}, "fps": None}
     for count in (0, -1, 4, True, 1.0, "2"):

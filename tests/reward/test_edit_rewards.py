@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from each_case import check_each
-from reward_http import Server
+from reward_http import chat_reply as said
 from reward_samples import loaded, media_batch
 from wfm_ds.data.datasets import load_data
 from wfm_ds.errors import RecipeError, RewardError
@@ -97,10 +97,8 @@ def test_preservation_that_cannot_be_measured_is_a_named_failure():
         ({"measure": "ssim"}, {"source": SOURCE, "mask": edge}, "the mask leaves only pixels near the border"),
     ):
         assert says in score_one(loaded("preservation", **options), **images).failure
-    small = SOURCE[:10]
-    assert (
-        "at least 11 x 11" in score_one(loaded("preservation", measure="ssim", whole=True), small, source=small).failure
-    )
+    reward, small = loaded("preservation", measure="ssim", whole=True), SOURCE[:10]
+    assert "at least 11 x 11" in score_one(reward, small, source=small).failure
 
 
 def test_each_frame_of_a_video_is_compared_with_the_source():
@@ -113,19 +111,8 @@ def test_each_frame_of_a_video_is_compared_with_the_source():
 # edit_judge
 
 
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
 def judge(server, **options):
     return loaded("edit_judge", endpoint=f"{server.url}/v1", model="m", timeout_s=5.0, concurrency=1, **options)
-
-
-def said(text):
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 ASPECTS = """# User Request Analysis
@@ -212,18 +199,10 @@ def test_a_reply_without_scores_is_a_failure_that_quotes_it(server):
     [
         ("preservation", {"measure": "mse"}, "measure is 'mse'; it must be psnr, ssim or lpips"),
         ("preservation", {"full_at": 0}, "full_at is 0; for psnr it must be above 0 and at most 60 dB"),
-        (
-            "preservation",
-            {"measure": "lpips", "full_at": 1},
-            "full_at is 1; for lpips it must be at least 0 and below 1",
-        ),
+        ("preservation", {"measure": "lpips", "full_at": 1}, "for lpips it must be at least 0 and below 1"),
         ("edit_judge", {"template": "x"}, "template is 'x'; it must be scores, edit_score, rational_rewards"),
         ("edit_judge", {"max_tokens": 0}, "max_tokens is 0; it must be an integer >= 1"),
-        (
-            "edit_judge",
-            {"prompts": {"quality": "{result}"}},
-            r"prompts\.quality is not a text of template scores: edit",
-        ),
+        ("edit_judge", {"prompts": {"quality": "{result}"}}, r"prompts\.quality is not a text of template scores"),
         ("edit_judge", {"prompts": {"edit": "{source}"}}, r"prompts\.edit must contain \{instruction\} and \{result\}"),
     ],
 )
@@ -302,9 +281,7 @@ def test_files_that_do_not_fit_edit_reward_are_named(edit_reward_files, tmp_path
     with pytest.raises(RewardError, match=r"with_special_token cannot be read .* set the option code to a clone"):
         loaded("edit_reward", **{**options, "code": str(tmp_path / "base")})
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(
-        RewardError, match=r"other.safetensors cannot be loaded: it has no weights model.language_model"
-    ):
+    with pytest.raises(RewardError, match=r"other.safetensors cannot be loaded: it has no weights model.language"):
         loaded("edit_reward", **{**options, "model": str(tmp_path / "other.safetensors")})
 
 
@@ -345,11 +322,7 @@ def test_a_run_whose_rewards_do_not_see_the_source_causes_a_warning(tmp_path, ro
     for name, rewards, is_warned in (
         ("ddrl", [color], True),
         ("ddrl", ["reward.functions=[{name: color}, {name: preservation, options: {whole: true}}]"], False),
-        (
-            "ddrl",
-            [color, held_out % "preservation, options: {whole: true}"],
-            True,
-        ),  # the run does not train on held-out rewards
+        ("ddrl", [color, held_out % "preservation, options: {whole: true}"], True),  # not used for training
         ("sft", [held_out % "color"], False),
     ):
         caplog.clear()

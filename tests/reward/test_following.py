@@ -11,7 +11,7 @@ from reward_http import Server
 from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
 from wfm_reward import registry
-from wfm_reward.brightness_demo import decode_moves, encode_actions, frame_brightness, measure_moves, render_frames
+from wfm_reward.brightness_demo import decode_moves, encode_actions, frame_brightness, render_frames
 from wfm_reward.rewards.action_following import following_scores as of_actions
 from wfm_reward.rewards.camera_following import camera_scores as of_camera
 
@@ -31,7 +31,6 @@ MOVES = np.array([1, 0])
 def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
     frames, actions = render_frames(frame_brightness(0.1, MOVES)), encode_actions(MOVES)
     assert decode_moves(actions).tolist() == MOVES.tolist()
-    np.testing.assert_allclose(measure_moves(frames), MOVES, atol=0.04)  # brightness levels are rounded
     score = scored(loaded("brightness"), frames, actions=actions)
     assert score.value == pytest.approx(1, abs=0.04)
     assert (score.parts["following"], score.parts["still"]) == (1, 1)
@@ -82,10 +81,8 @@ def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
     assert 0 < one.value < 1
     assert one.value == again.value
     assert scored(reward, 255 - frames, actions=told).parts["mse"] != one.parts["mse"]
-    assert (
-        "actions of pusht have 2 numbers, but the sample's have 3"
-        in scored(reward, frames, actions=np.zeros((4, 3))).failure
-    )
+    wide = scored(reward, frames, actions=np.zeros((4, 3)))
+    assert "actions of pusht have 2 numbers, but the sample's have 3" in wide.failure
     assert "4 actions for 3 frames; need one less than frames" in scored(reward, frames[:3], actions=told).failure
     with pytest.raises(RewardError, match="temperature 0 and steps 2 must be above 0"):
         registry.create_reward("action_following", "cpu", {"temperature": 0, "steps": 2})

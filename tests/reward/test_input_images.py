@@ -1,18 +1,16 @@
 """Input images reach rewards unchanged, next to images and videos, with and without recordings."""
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from reward_http import started_client
 from reward_samples import checksum
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout import rewards
-from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient, submit_finite_samples
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 from wfm_ds.transport.broker import Broker, TaskKind
@@ -24,29 +22,17 @@ H, W = 6, 5
 PROBE, OTHER = "probe_rewards:InputImages", "probe_rewards:Brightness"
 
 
-@pytest.fixture(autouse=True)
-def probes(monkeypatch):
-    folder = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.syspath_prepend(folder)
-
-
 def draw_images(seed, *shape):
     return np.random.default_rng(seed).integers(0, 256, (*shape, 3)).astype(np.uint8)
 
 
 def score_samples(folder, images, prompts, fps, references=()):
-    recipe = RewardRecipe(functions=[{"name": PROBE}], timeout_s=60, start_timeout_s=60)
-    with RewardService(recipe, folder) as service:
-        client = RewardClient(service.endpoint, recipe, "run", "rank0")
+    with started_client(folder, {"name": PROBE}) as client:
         assert client.image_rewards == [PROBE]
         client.reference_rewards = [PROBE] if references else []
-        try:
-            ids = [f"s{i}" for i in range(len(prompts))]
-            submit_finite_samples(client, images, [True] * len(ids), ids, prompts, fps, references)
-            scores = client.wait()
-        finally:
-            client.close()
+        ids = [f"s{i}" for i in range(len(prompts))]
+        submit_finite_samples(client, images, [True] * len(ids), ids, prompts, fps, references)
+        scores = client.wait()
     return [scores[i][PROBE] for i in ids]
 
 
@@ -86,12 +72,9 @@ def test_images_are_sent_only_if_a_reward_sees_them(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rewards, "submit_rows", record_rows)
     for functions in ([OTHER], [OTHER, PROBE]):
-        recipe = RewardRecipe(functions=[{"name": name} for name in functions], timeout_s=60, start_timeout_s=60)
-        with RewardService(recipe, tmp_path) as service:
-            client = RewardClient(service.endpoint, recipe, "run", "rank0")
+        with started_client(tmp_path, *({"name": name} for name in functions)) as client:
             submit_finite_samples(client, draw_images(0, 1, H, W), [True], ["s"], prompts, None)
             scores = client.wait()["s"]
-            client.close()
         assert [score.failure for score in scores.values()] == [None] * len(functions)
     assert sent == [(None, (H, W, 3)), (["source"], (2, H, W, 3))]
 

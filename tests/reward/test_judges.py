@@ -10,27 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reward_http import Server
-from reward_samples import media_batch
+from reward_http import chat_reply as said
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
 from wfm_reward import registry
 
 
-@pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
 def judge(name, server, **options):
-    reward = registry.create_reward(name, "cpu", {"endpoint": f"{server.url}/v1/", "timeout_s": 5.0, **options})
-    reward.load()
-    return reward
-
-
-def said(text):
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+    return loaded(name, **{"endpoint": f"{server.url}/v1/", "timeout_s": 5.0, **options})
 
 
 def likely(**logprobs):
@@ -94,8 +81,9 @@ def test_no_anomaly_is_the_probability_of_no(server, top, value):
 
 
 def test_a_video_is_sent_as_a_file_with_its_speed(server):
-    server.answers = [likely(No=-0.1, Yes=-3.0)]
-    judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
+    server.answers = [likely(Maybe=-0.1, Perhaps=-2.0)]
+    (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
+    assert score.failure == "neither Yes nor No is among the likely tokens: Maybe, Perhaps"
     request = json.loads(server.requests[0][2])
     assert (request["max_tokens"], request["logprobs"], request["top_logprobs"]) == (1, True, 20)
     assert request["messages"][0]["role"] == "system"
@@ -103,12 +91,6 @@ def test_a_video_is_sent_as_a_file_with_its_speed(server):
     with av.open(io.BytesIO(base64.b64decode(url.removeprefix("data:video/mp4;base64,")))) as video:
         assert float(video.streams.video[0].average_rate) == 8.0
         assert sum(1 for _ in video.decode(video=0)) == 5
-
-
-def test_neither_yes_nor_no_is_a_failure(server):
-    server.answers = [likely(Maybe=-0.1, Perhaps=-2.0)]
-    (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP))
-    assert score.failure == "neither Yes nor No is among the likely tokens: Maybe, Perhaps"
 
 
 def test_wrong_settings_are_named(server, monkeypatch):

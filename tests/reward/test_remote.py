@@ -3,9 +3,7 @@
 import io
 import json
 import math
-import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs
 
@@ -13,18 +11,16 @@ import numpy as np
 import pytest
 
 from each_case import check_each
-from reward_http import TOKEN, Server, serving
-from reward_samples import media_batch
+from reward_http import TOKEN, serving, started_client
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.reward_service import RewardService, build_service_config
-from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.rollout.reward_service import build_service_config
 from wfm_ds.training.preflight import require_reachable_rewards
 from wfm_reward import registry
 from wfm_reward.http_client import MAX_RESPONSE_BYTES
 from wfm_reward.rewards.remote import IGNORE_REPLICA_VARIABLE, VARIABLE_PREFIXES, read_service_addresses
 
-PROBES = Path(__file__).parent
 MOODY = "probe_rewards:Moody"
 
 
@@ -42,20 +38,20 @@ def a_batch(prompts, media=None, fps=None, metadata=None):
     return media_batch(media, prompts, metadata, fps=fps, reward="remote")
 
 
+def set_address(monkeypatch, url, enqueue, fetch, token):
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{url}/{enqueue}")
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{url}/{fetch}")
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", token)
+
+
 @pytest.fixture
-def server(monkeypatch):
-    server = Server()
-    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{server.url}/enqueue")
-    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{server.url}/pull")
-    monkeypatch.setenv("REMOTE_REWARD_TOKEN", "secret")
-    yield server
-    server.close()
+def server(server, monkeypatch):
+    set_address(monkeypatch, server.url, "enqueue", "pull", "secret")
+    return server
 
 
 def remote(**options):
-    reward = registry.create_reward("remote/pickscore", "cpu", {"timeout_s": 5.0, **options})
-    reward.load()
-    return reward
+    return loaded("remote/pickscore", **{"timeout_s": 5.0, **options})
 
 
 def scored(server, scores, prompts=("a", "b"), options=None, **more):
@@ -68,7 +64,6 @@ def scored(server, scores, prompts=("a", "b"), options=None, **more):
 
 @pytest.mark.slow
 def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
     config = {"http": {"bind": "127.0.0.1:0", "token_file": "token"}, "rewards": {MOODY: {}, "motion": {}}}
@@ -78,20 +73,14 @@ def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, m
     ]
     prompts = ["fine", "refuse", "fine", "raise", "fine"]
     with serving(tmp_path, config) as (_, said):
-        monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{said['http']}/api/reward/enqueue")
-        monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{said['http']}/api/reward/pull")
-        monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
-        recipe = RewardRecipe(functions=functions, timeout_s=60)
-        with RewardService(recipe, tmp_path / "run") as service:
-            client = RewardClient(service.endpoint, recipe, "run", "rank0")
+        set_address(monkeypatch, said["http"], "api/reward/enqueue", "api/reward/pull", TOKEN)
+        with started_client(tmp_path / "run", *functions) as client:
             batch = a_batch(prompts)
             client.submit(batch)
             scores = client.wait()
-            client.close()
         video = np.zeros((1, 3, 8, 8, 3), np.uint8)
         video[:, 1] = 255
-        reward = registry.create_reward("remote/motion", "cpu", {})
-        reward.load()
+        reward = loaded("remote/motion")
         assert [s.value for s in reward.score(a_batch(["x"], video, fps=8.0))] == [1.0]
         monkeypatch.setenv("REMOTE_REWARD_TOKEN", "wrong")
         reward.load()
@@ -246,22 +235,17 @@ def test_each_family_of_variables_is_read(family):
 
 
 def test_the_variables_must_be_complete_and_agree():
-    assert read_service_addresses(variables(VARIABLE_PREFIXES[0]) | variables(VARIABLE_PREFIXES[2])) == (
-        "http://h/e",
-        "http://h/f",
-        "t",
-    )
-    assert (
-        read_service_addresses(variables(VARIABLE_PREFIXES[0]) | {"WFM_REWARD_TOKEN": "of our own service"})[2] == "t"
-    )
-    with pytest.raises(RewardError, match="prefixes REMOTE_REWARD and WFM_REWARD differ"):
-        read_service_addresses(variables(VARIABLE_PREFIXES[0]) | variables(VARIABLE_PREFIXES[1], "http://other"))
-    with pytest.raises(RewardError, match="WFM_REWARD_ENQUEUE_URL is set, but not WFM_REWARD_FETCH_URL"):
-        read_service_addresses({"WFM_REWARD_ENQUEUE_URL": "http://h"})
-    with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL"):
-        read_service_addresses({})
-    with pytest.raises(RewardError, match="'ftp://h/e'; it must start with http"):
-        read_service_addresses(variables(VARIABLE_PREFIXES[0], "ftp://h"))
+    first, second, third = VARIABLE_PREFIXES
+    for same in (variables(third), {"WFM_REWARD_TOKEN": "of our own service"}):
+        assert read_service_addresses(variables(first) | same) == ("http://h/e", "http://h/f", "t")
+    for environment, says in (
+        (variables(first) | variables(second, "http://other"), "prefixes REMOTE_REWARD and WFM_REWARD differ"),
+        ({"WFM_REWARD_ENQUEUE_URL": "http://h"}, "WFM_REWARD_ENQUEUE_URL is set, but not WFM_REWARD_FETCH_URL"),
+        ({}, "set REMOTE_REWARD_ENQUEUE_URL"),
+        (variables(first, "ftp://h"), "'ftp://h/e'; it must start with http"),
+    ):
+        with pytest.raises(RewardError, match=says):
+            read_service_addresses(environment)
 
 
 def test_a_worker_that_waits_for_a_service_does_not_count_as_hung(tmp_path):

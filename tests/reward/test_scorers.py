@@ -4,7 +4,6 @@ import queue
 import selectors
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def stack(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     monkeypatch.setattr(worker_pool, "STALL_GRACE_S", 0.3)
     with ExitStack() as stack:
         yield stack

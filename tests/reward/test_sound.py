@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,19 +9,20 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 from scipy.signal import resample_poly
 from transformers.models.pe_audio_video.configuration_pe_audio_video import PeAudioVideoEncoderConfig
 
+from reward_http import started_client
 from reward_samples import checksum, loaded, media_batch
 from wfm_ds.errors import RecipeError, RewardError
 from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.tokenizers import t5_tokenizer
-from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
-from wfm_ds.rollout.reward_service import RewardService
-from wfm_ds.rollout.rewards import RewardClient, submit_finite_samples
+from wfm_ds.recipe.sections import RewardFunction
+from wfm_ds.rollout.rewards import submit_finite_samples
 from wfm_ds.training.reward_checks import check_reward_needs
 from wfm_ds.transport.arrays import append_sound, split_sound
-from wfm_ds.types import MediaBatch, Prompt
+from wfm_ds.types import Prompt
 from wfm_reward.rewards.sound_match import load_model, prepare_frames
 from wfm_reward.worker import _read_rows
 
@@ -39,26 +38,17 @@ def draw_videos(count):
     return np.random.default_rng(1).integers(0, 256, (count, 4, H, W, 3)).astype(np.uint8)
 
 
-def test_sound_reaches_the_reward_bit_for_bit_next_to_frames_and_images(tmp_path, monkeypatch):
-    folder = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.syspath_prepend(folder)
+def test_sound_reaches_the_reward_bit_for_bit_next_to_frames_and_images(tmp_path):
     videos, sounds, source = draw_videos(2), draw_sounds(2, 77), draw_videos(1)[0, 0]
     prompts = [Prompt(id="a", text="", inputs={"source": source}), Prompt(id="b", text="")]
-    recipe = RewardRecipe(functions=[{"name": PROBE}], timeout_s=60, start_timeout_s=60)
-    with RewardService(recipe, tmp_path) as service:
-        client = RewardClient(service.endpoint, recipe, "run", "rank0")
-        try:
-            assert client.sound_rewards == [PROBE]
-            submit_finite_samples(client, videos, [True, True], ["a", "b"], prompts, 8.0, (), sounds, 8000)
-            submit_finite_samples(client, videos[:1], [True], ["c"], prompts[:1], 8.0)
-            scores = {name: found[PROBE] for name, found in client.wait().items()}
-        finally:
-            client.close()
+    with started_client(tmp_path, {"name": PROBE}) as client:
+        assert client.sound_rewards == [PROBE]
+        submit_finite_samples(client, videos, [True, True], ["a", "b"], prompts, 8.0, (), sounds, 8000)
+        submit_finite_samples(client, videos[:1], [True], ["c"], prompts[:1], 8.0)
+        scores = {name: found[PROBE] for name, found in client.wait().items()}
     images = {"a": {"source": checksum(source)}, "b": {}}
     for i, name in enumerate("ab"):
-        assert (scores[name].failure, scores[name].value) == (None, 8000)
-        arrays = {"frames": checksum(videos[i]), "sound": checksum(sounds[i])}
+        arrays = {"frames": checksum(videos[i]), "sound": checksum(sounds[i]), "rate": 8000}
         assert scores[name].parts == {**arrays, **images[name]}
     assert "missing metadata or inputs: sound" in scores["c"].failure
 
@@ -106,9 +96,8 @@ def clap_folder(tmp_path_factory):
 
 def hear(reward, sounds, prompts, rate, metadata=None, videos=None):
     videos = draw_videos(len(sounds)) if videos is None else videos
-    batch = media_batch(videos, prompts, metadata, fps=8.0, reward=reward.name)
-    fields = {name: getattr(batch, name) for name in ("media", "sample_ids", "prompts", "metadata", "fps", "reward")}
-    return reward.score(MediaBatch(**fields, sounds=list(sounds), sound_rate=rate))
+    fields = {"reward": reward.name, "sounds": list(sounds), "sound_rate": rate}
+    return reward.score(media_batch(videos, prompts, metadata, fps=8.0, **fields))
 
 
 def test_clap_is_the_cosine_of_the_library_s_embeddings(clap_folder):
@@ -235,12 +224,6 @@ def test_sound_match_loads_the_number_of_outputs_and_names_what_is_missing(pe_av
         loaded("sound_match", model="/nowhere/pe")
     monkeypatch.undo()
     if importlib.util.find_spec("timm") is None:
+        save_file({}, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ImportError, match=r"timm.*pip install 'wfm_ds\[reward-sound\]'"):
-            build_from_config(folder)
-
-
-def build_from_config(folder):
-    from safetensors.torch import save_file
-
-    save_file({}, folder / "model.safetensors", {"format": "pt"})
-    load_model(str(folder), torch.float32)
+            load_model(str(folder), torch.float32)

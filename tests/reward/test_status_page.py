@@ -1,21 +1,19 @@
-"""The status page, rendered by a real browser after real scores, failures and restarts."""
+"""The status page after real scores, failures and restarts."""
 
-import os
+import base64
+import io
 import re
-import shutil
-import signal
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from reward_http import TIMEOUT_S, Http, serving
+from reward_http import Http, serving
 
-PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY = "probe_rewards:Brightness", "probe_rewards:Moody"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PICTURE = np.zeros((40, 60, 3), np.uint8)
+PICTURE[:, :30] = (255, 0, 0)
 HOSTILE = "<script>document.title='stolen'</script><b>bold</b>"
 
 
@@ -23,34 +21,15 @@ HOSTILE = "<script>document.title='stolen'</script><b>bold</b>"
 def service(tmp_path_factory):
     """Return a service that has scored images, failed on some, and lost a worker."""
     folder = tmp_path_factory.mktemp("page")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
-        rewards = {BRIGHTNESS: {"workers": 2}, MOODY: {"options": {"journal": str(folder / "journal")}}, "motion": {}}
-        with serving(folder, {"http": {"bind": "127.0.0.1:0"}, "rewards": rewards}) as (process, said):
-            http = Http(said["http"], None)
-            picture = np.zeros((2, 40, 60, 3), np.uint8)
-            picture[0, :, :30] = (255, 0, 0)
-            fields = {"prompts": [f"half red {HOSTILE}", "x"], "media_type": "image", "reward_fn": {BRIGHTNESS: 1}}
-            http.scores(fields, picture, BRIGHTNESS)
-            fields = {"prompts": ["refuse", "die once"], "media_type": "image", "reward_fn": {MOODY: 1}}
-            http.scores(fields, picture, MOODY)
-            yield http, said["http"], process
-
-
-def in_browser(url, folder, *options):
-    """Return Chromium's output for a page; --virtual-time-budget ends it before the next reload."""
-    command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", *options, url,
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    ) as browser:
-        try:
-            return browser.communicate(timeout=3 * TIMEOUT_S)[0]
-        finally:
-            if browser.poll() is None:
-                os.killpg(browser.pid, signal.SIGKILL)
+    rewards = {BRIGHTNESS: {"workers": 2}, MOODY: {"options": {"journal": str(folder / "journal")}}, "motion": {}}
+    with serving(folder, {"http": {"bind": "127.0.0.1:0"}, "rewards": rewards}) as (_, said):
+        http = Http(said["http"], None)
+        media = np.stack([PICTURE, np.zeros_like(PICTURE)])
+        fields = {"prompts": [f"half red {HOSTILE}", "x"], "media_type": "image", "reward_fn": {BRIGHTNESS: 1}}
+        http.scores(fields, media, BRIGHTNESS)
+        fields = {"prompts": ["refuse", "die once"], "media_type": "image", "reward_fn": {MOODY: 1}}
+        http.scores(fields, media, MOODY)
+        yield http
 
 
 class Page(HTMLParser):
@@ -82,7 +61,11 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row and row[0] == first)
 
 
-def check(text):
+def test_the_page_shows_workers_queues_scores_failures_and_images(service):
+    status, content, headers = service.get("/")
+    assert status == 200
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'; img-src data:")
+    text = content.decode()
     page = Page(text)
     assert "Reward service" in text
     row = dict(zip(page.row("reward"), page.row(BRIGHTNESS), strict=True))
@@ -97,41 +80,15 @@ def check(text):
     assert [r[4] for r in workers] == ["0", "0", "1", "0"], "restarts"
     assert any("nothing to see" in r for r in page.rows), "the last failures"
     assert len(page.images) == 2
-    assert all(image["src"].startswith("data:image/png;base64,") for image in page.images)
+    for image in page.images:
+        data = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), PICTURE)
     assert "half red" in text
-    return page
-
-
-def test_the_page_shows_workers_queues_scores_failures_and_images(service):
-    http, _, _ = service
-    status, content, headers = http.get("/")
-    assert status == 200
-    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-    page = check(content.decode())
     assert "script" not in page.tags
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_shows_the_same(service, tmp_path):
-    _, url, _ = service
-    text = in_browser(f"{url}/", tmp_path, "--dump-dom")
-    page = check(text)
-    assert "script" not in page.tags, "what a prompt says is text"
-    assert "<title>wfm_reward</title>" in text
-    shot = tmp_path / "page.png"
-    in_browser(f"{url}/", tmp_path, f"--screenshot={shot}", "--window-size=1200,1400")
-    from PIL import Image
-
-    with Image.open(shot) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    assert pixels.shape == (1400, 1200, 3)
-    red = (pixels == (255, 0, 0)).all(axis=2)
-    assert 0.9 < red.sum() / (2 * 30 * 40) <= 1.0, "the left halves of both sample pictures, without round corners"
-
-
 @pytest.mark.slow
-def test_a_reward_that_is_given_up_is_shown_as_down(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+def test_a_reward_that_is_given_up_is_shown_as_down(tmp_path):
     options = {"journal": str(tmp_path / "journal")}
     config = {"http": {"bind": "127.0.0.1:0"}, "rewards": {MOODY: {"workers": 5, "max_batch": 1, "options": options}}}
     with serving(tmp_path, config) as (_, said):

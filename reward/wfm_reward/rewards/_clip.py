@@ -1,13 +1,14 @@
-"""Compute normalized embeddings of images and texts with a CLIP model from transformers."""
+"""Embeddings of images and texts by a CLIP model from transformers, and the base class of rewards that use them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from wfm_reward.base import HubFiles, MediaBatch, Reward, Score
 from wfm_reward.rewards._weights import load_pretrained, to_pil_images, torch_dtype
 
 if TYPE_CHECKING:
@@ -68,3 +69,22 @@ def _normalize_rows(embeddings: Tensor) -> Tensor:
     import torch
 
     return torch.nn.functional.normalize(embeddings.float(), dim=-1)
+
+
+class ClipReward(Reward):
+    """Base class of rewards from the cosine similarity of image and prompt."""
+
+    backbone = "CLIP"
+    media_types = frozenset({"image"})
+    hub_files: ClassVar[Mapping[str, HubFiles]] = {"model": "model"}
+
+    def __init__(self, device: str = "cpu", *, model: str, dtype: str = "float32", **options: Any) -> None:
+        super().__init__(device, **options)
+        self.model, self.dtype = model, dtype
+
+    def load(self) -> None:
+        self._clip = ClipModel(self.name, self.model, self.model, self.device, self.dtype)
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        cosines = self._clip.image_text_cosines(batch.media, batch.prompts)
+        return [item.score(cosine) for item, cosine in zip(batch, cosines, strict=True)]

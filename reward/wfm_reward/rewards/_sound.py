@@ -1,13 +1,29 @@
-"""Convert the sound of videos to the input of audio models."""
+"""The base class of rewards that hear the sound of videos, and the conversion of sound to the input of audio models."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from wfm_reward.base import HubFiles, Reward
+
 SILENCE = 1e-4  # largest amplitude of sound that counts as silent
+
+
+class SoundReward(Reward):
+    """Base class of rewards that hear the sound of videos. Silent videos fail."""
+
+    media_types = frozenset({"video"})
+    needs_sound = True
+    hub_files: ClassVar[Mapping[str, HubFiles]] = {"model": "model"}
+
+    def __init__(self, device: str = "cpu", *, model: str, dtype: str = "float32", **options: Any) -> None:
+        super().__init__(device, **options)
+        self.model, self.dtype = model, dtype
 
 
 def is_silent(sound: npt.NDArray[np.float32]) -> bool:

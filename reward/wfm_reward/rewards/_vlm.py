@@ -8,7 +8,7 @@ import json
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,10 +65,17 @@ class VlmReward(Reward):
 
     @abstractmethod
     def rate_item(self, item: MediaItem) -> Score:
-        """Return the score of an item, from the replies to one or more requests (`request_choice`).
+        """Return the score of an item, from the replies to one or more requests.
 
         Raises KeyError, IndexError, TypeError or ValueError if there is no score. The item then fails.
         """
+
+    def request_text(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
+        """Return the text of a reply. Raises the same errors as `request_choice`, and TypeError without a text."""
+        text = self.request_choice({"messages": messages, **fields})["message"]["content"]
+        if not isinstance(text, str):
+            raise TypeError(f"the content is {type(text).__name__}")
+        return text
 
     def request_choice(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a chat completions request and return the first choice of the reply.
@@ -91,6 +98,11 @@ class VlmReward(Reward):
             return item.fail(str(error))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             return item.fail(f"the reply has no score: {type(error).__name__}: {str(error)[:120]}")
+
+
+def image_content(image: npt.NDArray[np.uint8]) -> dict[str, Any]:
+    """Return the part of a message that shows an image [H,W,3], as PNG."""
+    return {"type": "image_url", "image_url": {"url": png_data_url(image)}}
 
 
 def png_data_url(image: npt.NDArray[np.uint8]) -> str:

@@ -21,7 +21,7 @@ class ActionFollowing(ItemReward):
     which is the mean over only those actions whose norm is above the median norm.
     """
 
-    name = "action_following"
+    name = primary_output = "action_following"
     backbone = "Cosmos3"
     media_types = frozenset({"video"})
     outputs: ClassVar = {
@@ -29,7 +29,6 @@ class ActionFollowing(ItemReward):
         "following_moving": Range(0.0, 1.0),
         "mse": Range(0.0, float("inf")),
     }
-    primary_output = "action_following"
     hub_files: ClassVar = {"model": "pipeline"}
     required_inputs = ("actions",)
     stall_s = 660.0

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
-from wfm_reward.rewards._clip import ClipModel
+from wfm_reward.base import MediaBatch, Range, RewardError, Score
+from wfm_reward.rewards._clip import ClipReward
 from wfm_reward.rewards._weights import load_pretrained, resolve_file
 
 LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published nn.Sequential; the rest is dropout
 
 
-class Aesthetic(Reward):
+class Aesthetic(ClipReward):
     """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7. The prompt has no effect."""
 
-    name = "aesthetic"
-    backbone = "CLIP"
-    media_types = frozenset({"image"})
+    name = primary_output = "aesthetic"
     outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
-    primary_output = "aesthetic"
     hub_files: ClassVar = {"model": "model", "head": "file"}
 
     def __init__(
@@ -28,18 +25,17 @@ class Aesthetic(Reward):
         *,
         model: str = "openai/clip-vit-large-patch14",
         head: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth",
-        dtype: str = "float32",
         **options: Any,
     ) -> None:
         """head: path of sac+logos+ava1-l14-linearMSE.pth, or OWNER/REPOSITORY:FILE on the Hub."""
-        super().__init__(device, **options)
-        self.model, self.head, self.dtype = model, head, dtype
+        super().__init__(device, model=model, **options)
+        self.head = head
 
     def load(self) -> None:
         import torch
         from torch import nn
 
-        self._clip = ClipModel(self.name, self.model, self.model, self.device, self.dtype)
+        super().load()
 
         def load_head(address: str) -> dict[str, Any]:
             weights: dict[str, Any] = torch.load(resolve_file(address), map_location="cpu", weights_only=True)

@@ -16,7 +16,6 @@ from wfm_reward.brightness_demo import (
     Frames,
     decode_moves,
     frame_brightness,
-    measure_moves,
     measure_pixel_changes,
     render_frames,
     sample_moves,
@@ -36,7 +35,7 @@ class BrightnessFollowing(ItemReward):
     fraction over only those moves that request no change. It is missing if there are none.
     """
 
-    name = "brightness"
+    name = primary_output = "brightness"
     media_types = frozenset({"video"})
     outputs: ClassVar = {
         "brightness": Range(-MAX_RESIDUAL, 1.0),
@@ -44,17 +43,16 @@ class BrightnessFollowing(ItemReward):
         "residual": Range(0.0, MAX_RESIDUAL),
         "still": Range(0.0, 1.0),
     }
-    primary_output = "brightness"
     required_inputs = ("actions",)
 
     def score_item(self, item: MediaItem) -> Score:
         try:
-            target, measured = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
+            target, changes = decode_moves(item.inputs["actions"]), measure_pixel_changes(item.frames)
         except ValueError as error:
             return item.fail(str(error))
-        moves = np.rint(np.clip(measured, -1, 1))
+        moves = np.rint(np.clip(changes[:, -1].mean(axis=1), -1, 1))
         right = moves == target
-        residual = float(np.abs(measure_pixel_changes(item.frames) - np.outer(moves, MOVE_RAMP)[..., None]).mean())
+        residual = float(np.abs(changes - np.outer(moves, MOVE_RAMP)[..., None]).mean())
         parts = {"following": float(right.mean()), "residual": residual}
         if (target == 0).any():
             parts["still"] = float(right[target == 0].mean())
@@ -67,10 +65,9 @@ class SeenAction(ItemReward):
     A move counts as wrong if its nearest neighbour is farther away than MAX_NEIGHBOUR_DISTANCE.
     """
 
-    name = "seen_action"
+    name = primary_output = "seen_action"
     media_types = frozenset({"video"})
     outputs: ClassVar = {"seen_action": Range(0.0, 1.0)}
-    primary_output = "seen_action"
     required_inputs = ("actions",)
 
     def load(self) -> None:
@@ -87,7 +84,7 @@ class SeenAction(ItemReward):
 
     def score_item(self, item: MediaItem) -> Score:
         try:
-            target, _ = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
+            target, _ = decode_moves(item.inputs["actions"]), measure_pixel_changes(item.frames)
         except ValueError as error:
             return item.fail(str(error))
         features = move_features(item.frames)

@@ -32,13 +32,12 @@ class CameraFollowing(ItemReward):
     the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.
     """
 
-    name = "camera_following"
+    name = primary_output = "camera_following"
     media_types = frozenset({"video"})
     outputs: ClassVar = {
         **dict.fromkeys(("camera_following", "rotation", "direction"), Range(0.0, 1.0)),
         "degrees": Range(0.0, 180.0),
     }
-    primary_output = "camera_following"
     required_inputs = ("c2w",)
     stall_s = 660.0
 

@@ -8,40 +8,35 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
-from wfm_reward.rewards._sound import is_silent, to_mono
+from wfm_reward.base import MediaBatch, Range, RewardError, Score
+from wfm_reward.rewards._sound import SoundReward, is_silent, to_mono
 from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Clap(Reward):
+class Clap(SoundReward):
     """Cosine similarity of sound and prompt, -1 to 1. Silent videos fail.
 
     The sound is converted to one channel and the sample rate of CLAP. CLAP hears the first 10 seconds.
     """
 
-    name = "clap"
+    name = primary_output = "clap"
     backbone = "CLAP"
-    media_types = frozenset({"video"})
     outputs: ClassVar = {"clap": Range(-1.001, 1.001)}  # rounding can exceed 1
-    primary_output = "clap"
-    needs_sound = True
-    hub_files: ClassVar = {"model": "model"}
 
     def __init__(
         self,
         device: str = "cpu",
         *,
         model: str = "laion/clap-htsat-unfused",
-        dtype: str = "float32",
         prompt_key: str | None = None,
         **options: Any,
     ) -> None:
         """prompt_key: metadata key of a text that describes only the sound, in place of the prompt."""
-        super().__init__(device, **options)
-        self.model, self.dtype, self.prompt_key = model, dtype, prompt_key
+        super().__init__(device, model=model, **options)
+        self.prompt_key = prompt_key
 
     def load(self) -> None:
         from transformers import ClapModel, ClapProcessor

@@ -28,10 +28,9 @@ class ColorMatch(ItemReward):
     first colour word of the prompt.
     """
 
-    name = "color"
+    name = primary_output = "color"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"color": Range(0.0, 1.0)}
-    primary_output = "color"
 
     def score_item(self, item: MediaItem) -> Score:
         target = item.metadata.get("target_rgb")

@@ -23,13 +23,12 @@ class Consistency(ItemReward):
     that drift into blur or noise.
     """
 
-    name = "consistency"
+    name = primary_output = "consistency"
     media_types = frozenset({"video"})
     outputs: ClassVar = {
         **dict.fromkeys(("consistency", "start", "steadiness", "sharpness"), Range(0.0, 1.0)),
         "start_db": Range(0.0, MAX_DB),
     }
-    primary_output = "consistency"
 
     def score_item(self, item: MediaItem) -> Score:
         frames = np.divide(item.frames, 255, dtype=np.float32)

@@ -23,7 +23,7 @@ class Continuation(ItemReward):
     reports `psnr_db`, `ssim`, and, if its weight is above 0, `lpips`.
     """
 
-    name = "continuation"
+    name = primary_output = "continuation"
     media_types = frozenset({"video"})
     outputs: ClassVar = {
         "continuation": Range(-1.0, 1.0),
@@ -31,7 +31,6 @@ class Continuation(ItemReward):
         "ssim": Range(-1.0, 1.0),
         "lpips": Range(0.0, float("inf")),
     }
-    primary_output = "continuation"
     needs_reference = True
 
     def __init__(

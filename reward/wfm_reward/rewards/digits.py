@@ -22,18 +22,14 @@ class DigitsReward(ItemReward):
     are averaged to 8x8 pixels.
     """
 
-    name = "digits"
+    name = primary_output = "digits"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"digits": Range(0.0, 1.0), "second_judge": Range(0.0, 1.0)}
-    primary_output = "digits"
     required_metadata = ("label",)
 
     def load(self) -> None:
-        from sklearn.neighbors import KNeighborsClassifier
-        from sklearn.svm import SVC
-
-        self._classifier = fit_classifier(SVC(gamma=0.1, C=10), 1)
-        self._second_classifier = fit_classifier(KNeighborsClassifier(3), 0)
+        self._classifier = fit_reward_classifier()
+        self._second_classifier = fit_second_classifier()
 
     def score_item(self, item: MediaItem) -> Score:
         label = item.metadata.get("label")
@@ -44,17 +40,30 @@ class DigitsReward(ItemReward):
             return item.fail(
                 f"the image is {image.shape[0]} x {image.shape[1]}, smaller than {IMAGE_SIZE} x {IMAGE_SIZE}"
             )
-        inputs = [classifier_input(average_to_8x8(image))]
-        second = float(self._second_classifier.predict(inputs)[0] == label)
-        return item.score(float(self._classifier.predict(inputs)[0] == label), second_judge=second)
+        second = float(read_digit(self._second_classifier, image) == label)
+        return item.score(float(self.read_digit(image) == label), second_judge=second)
 
     def read_digit(self, image: npt.NDArray[np.uint8]) -> int:
         """Return the digit, 0 to 9, in an RGB image [H,W,3] with H and W >= 8. Call `load` first."""
-        return int(self._classifier.predict([classifier_input(average_to_8x8(image))])[0])
+        return read_digit(self._classifier, image)
 
 
 def is_digit(label: object) -> bool:
     return isinstance(label, int) and not isinstance(label, bool) and 0 <= label <= 9
+
+
+def fit_reward_classifier() -> Any:
+    """Fit an SVM to the images with odd indices."""
+    from sklearn.svm import SVC
+
+    return fit_classifier(SVC(gamma=0.1, C=10), 1)
+
+
+def fit_second_classifier() -> Any:
+    """Fit a classifier by 3 nearest neighbours to the images with even indices."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return fit_classifier(KNeighborsClassifier(3), 0)
 
 
 def fit_classifier(classifier: Any, first: int) -> Any:
@@ -64,6 +73,11 @@ def fit_classifier(classifier: Any, first: int) -> Any:
     data, every_second = load_digits(), slice(first, None, 2)
     inputs = [classifier_input(np.rint(image * 255 / MAX_GREY)) for image in data.images[every_second]]
     return classifier.fit(inputs, data.target[every_second])
+
+
+def read_digit(classifier: Any, image: npt.NDArray[np.uint8]) -> int:
+    """Return the digit, 0 to 9, that a classifier reads in an RGB image [H,W,3] with H and W >= 8."""
+    return int(classifier.predict([classifier_input(average_to_8x8(image))])[0])
 
 
 def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from wfm_ds.types import SOURCES
 from wfm_reward.base import MediaItem, Range, RewardError, Score
 from wfm_reward.rewards._edit_prompts import PLACEHOLDERS, TEMPLATES, ReplyError
-from wfm_reward.rewards._vlm import VlmReward, png_data_url
+from wfm_reward.rewards._vlm import VlmReward, image_content
 
 PLACEHOLDER = re.compile(r"(\{(?:instruction|source|result)\})")
 UNIT = Range(0.0, 1.0)
@@ -27,7 +27,7 @@ class EditJudge(VlmReward):
     without scores is a failure.
     """
 
-    name = "edit_judge"
+    name = primary_output = "edit_judge"
     media_types = frozenset({"image"})
     outputs: ClassVar = {
         "edit_judge": UNIT,
@@ -36,7 +36,6 @@ class EditJudge(VlmReward):
         "quality": UNIT,
         "text": UNIT,
     }
-    primary_output = "edit_judge"
     sees_images = True
 
     def __init__(
@@ -81,11 +80,7 @@ class EditJudge(VlmReward):
             messages = [{"role": "user", "content": fill_prompt(prompt, item)}]
             if "system" in self.prompts:
                 messages.insert(0, {"role": "system", "content": self.prompts["system"]})
-            choice = self.request_choice({"messages": messages, "max_tokens": self.max_tokens})
-            reply = choice["message"]["content"]
-            if not isinstance(reply, str):
-                raise TypeError(f"the content is {type(reply).__name__}")
-            replies[question] = reply.rpartition("</think>")[2]
+            replies[question] = self.request_text(messages, max_tokens=self.max_tokens).rpartition("</think>")[2]
         try:
             parts = self.template.parse(replies)
         except ReplyError as error:
@@ -108,7 +103,3 @@ def fill_prompt(prompt: str, item: MediaItem) -> list[dict[str, Any]]:
             else:
                 content.append({"type": "text", "text": text})
     return content
-
-
-def image_content(image: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": png_data_url(image)}}

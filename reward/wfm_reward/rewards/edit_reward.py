@@ -39,11 +39,10 @@ class EditReward(ItemReward):
     file, and `base` to Qwen/Qwen2.5-VL-7B-Instruct.
     """
 
-    name = "edit_reward"
+    name = primary_output = "edit_reward"
     backbone = "Qwen2.5-VL"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"edit_reward": UNBOUNDED, "instruction": UNBOUNDED, "quality": UNBOUNDED}
-    primary_output = "edit_reward"
     sees_images = True
     hub_files: ClassVar = {"model": "file", "base": "processor"}
     download_note = "clone github.com/TIGER-AI-Lab/EditReward, for its prompts, to the folder in the option code"

@@ -65,14 +65,15 @@ class Mask2Former(Detector):
         (result,) = self._processor.post_process_instance_segmentation(
             outputs, threshold=CONFIDENCE, target_sizes=size, return_binary_maps=True
         )
-        maps = result["segmentation"]
-        return [
-            _object_from_mask(
-                self._model.config.id2label[info["label_id"]], info["score"], maps[number].bool().cpu().numpy()
-            )
-            for number, info in enumerate(result["segments_info"])
-            if maps[number].any()
-        ]
+        objects = []
+        for number, info in enumerate(result["segments_info"]):
+            mask = result["segmentation"][number].bool().cpu().numpy()
+            rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+            if len(rows):
+                box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+                name = self._model.config.id2label[info["label_id"]]
+                objects.append(DetectedObject(name, box, float(info["score"]), mask))
+        return objects
 
 
 class GenEval(ItemReward):
@@ -154,12 +155,6 @@ class GenEval(ItemReward):
         texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]
         embeddings = self._clip.embed_texts(texts).reshape(len(COLORS), len(COLOR_TEMPLATES), -1).mean(dim=1)
         return torch.nn.functional.normalize(embeddings, dim=-1)
-
-
-def _object_from_mask(name: str, confidence: float, mask: npt.NDArray[np.bool_]) -> DetectedObject:
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
-    return DetectedObject(name, box, float(confidence), mask)
 
 
 def _crop_object(image: npt.NDArray[np.uint8], detected: DetectedObject) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._clip import ClipModel
+from wfm_reward.base import MediaBatch, Range, Score
+from wfm_reward.rewards._clip import ClipModel, ClipReward
 from wfm_reward.rewards._weights import load_pretrained, resolve_file, torch_dtype
 
 if TYPE_CHECKING:
@@ -42,14 +42,11 @@ BLOCK_PATTERN = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
 IGNORED_WEIGHTS = ("attn_mask",)
 
 
-class HpsV2(Reward):
+class HpsV2(ClipReward):
     """HPS v2.1: cosine similarity of image and prompt, -1 to 1, usually 0.2 to 0.35."""
 
-    name = "hpsv2"
-    backbone = "CLIP"
-    media_types = frozenset({"image"})
+    name = primary_output = "hpsv2"
     outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding can exceed 1
-    primary_output = "hpsv2"
     hub_files: ClassVar = {"model": "file", "base": "processor"}
 
     def __init__(
@@ -58,14 +55,13 @@ class HpsV2(Reward):
         *,
         model: str = "xswu/HPSv2:HPS_v2.1_compressed.pt",
         base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        dtype: str = "float32",
         **options: Any,
     ) -> None:
         """model: the published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name
         of the base CLIP model, for its configuration and processor.
         """
-        super().__init__(device, **options)
-        self.model, self.base, self.dtype = model, base, dtype
+        super().__init__(device, model=model, **options)
+        self.base = base
 
     def load(self) -> None:
         self._clip = _OpenClipModel(self.name, self.model, self.base, self.device, self.dtype)

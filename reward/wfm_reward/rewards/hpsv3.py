@@ -17,11 +17,10 @@ class HpsV3(Reward):
     environment and set the key `python` in the service configuration.
     """
 
-    name = "hpsv3"
+    name = primary_output = "hpsv3"
     backbone = "Qwen2-VL"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
-    primary_output = "hpsv3"
     download_note = "the package hpsv3 downloads its weights when the reward starts"
 
     def __init__(

@@ -15,10 +15,9 @@ class ImageReward(Reward):
     Needs the package image-reward.
     """
 
-    name = "image_reward"
+    name = primary_output = "image_reward"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"image_reward": Range(-math.inf, math.inf)}
-    primary_output = "image_reward"
     download_note = "the package image-reward downloads its weights when the reward starts"
 
     def __init__(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
 from typing import ClassVar
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 QUALITY = 95
 UNBOUNDED = float("inf")
@@ -21,36 +20,25 @@ def jpeg_kb(item: MediaItem) -> float:
     return buffer.tell() / 1000
 
 
-class JpegReward(Reward):
-    """Base class of rewards that depend only on the size of the image as a JPEG file."""
-
-    media_types = frozenset({"image"})
-    backbone = "JPEG"
-
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [item.score(self.score_size(jpeg_kb(item))) for item in batch]
-
-    @abstractmethod
-    def score_size(self, size_kb: float) -> float: ...
-
-
-class JpegIncompressibility(JpegReward):
+class JpegIncompressibility(ItemReward):
     """JPEG size in kB. It rewards detail."""
 
-    name = "jpeg_incompressibility"
+    name = primary_output = "jpeg_incompressibility"
+    media_types = frozenset({"image"})
+    backbone = "JPEG"
     outputs: ClassVar = {"jpeg_incompressibility": Range(0.0, UNBOUNDED)}
-    primary_output = "jpeg_incompressibility"
 
-    def score_size(self, size_kb: float) -> float:
-        return size_kb
+    def score_item(self, item: MediaItem) -> Score:
+        return item.score(jpeg_kb(item))
 
 
-class JpegCompressibility(JpegReward):
+class JpegCompressibility(ItemReward):
     """Negative JPEG size in units of 500 kB. It rewards smooth images."""
 
-    name = "jpeg_compressibility"
+    name = primary_output = "jpeg_compressibility"
+    media_types = frozenset({"image"})
+    backbone = "JPEG"
     outputs: ClassVar = {"jpeg_compressibility": Range(-UNBOUNDED, 0.0)}
-    primary_output = "jpeg_compressibility"
 
-    def score_size(self, size_kb: float) -> float:
-        return -size_kb / 500
+    def score_item(self, item: MediaItem) -> Score:
+        return item.score(-jpeg_kb(item) / 500)

@@ -13,10 +13,9 @@ from wfm_reward.base import ItemReward, MediaItem, Range, Score
 class Motion(ItemReward):
     """Mean absolute difference between consecutive frames, with channels scaled to 0..1. It is largest for noise."""
 
-    name = "motion"
+    name = primary_output = "motion"
     media_types = frozenset({"video"})
     outputs: ClassVar = {"motion": Range(0.0, 1.0)}
-    primary_output = "motion"
 
     def score_item(self, item: MediaItem) -> Score:
         frames = item.frames

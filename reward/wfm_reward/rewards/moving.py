@@ -19,7 +19,7 @@ from wfm_reward.moving_demo import (
 )
 
 CLIP_DISTANCE = NUM_FRAMES - 1  # cells moved from the first to the last frame
-FULL_LIGHT_CELLS = 16  # bright cells for `light` = 1; the shapes have 4 to 9
+FULL_LIGHT_CELLS = 16  # bright cells per frame for `light` = 1; the shapes have 4 to 9
 MAX_REAL_ERROR = 0.01  # maximum mean squared error of a real clip: 3 wrong cells in 5 frames
 MAX_PSNR = 60.0
 
@@ -32,10 +32,9 @@ class MovingReward(ItemReward):
     this reward is easy to hack. The reward also reports `way`, the motion, and `right_way`, 1 if `way` exceeds 0.5.
     """
 
-    name = "moving"
+    name = primary_output = "moving"
     media_types = frozenset({"video"})
     outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("moving", "way", "right_way", "identity", "light")}
-    primary_output = "moving"
     required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
@@ -53,7 +52,7 @@ class MovingReward(ItemReward):
         except ValueError as error:
             return item.fail(str(error))
         motion, similarity = motion_share(cells, direction), shape_similarity(cells, shape)
-        brightness = light_share(cells)
+        brightness = float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))
         value = motion * (similarity if self.what == "shape" else brightness)
         return item.score(value, way=motion, right_way=float(motion > 0.5), identity=similarity, light=brightness)
 
@@ -112,8 +111,3 @@ def shape_similarity(cells: Cells, shape: str) -> float:
     overlap = np.einsum("tyxij,ij->tyx", windows, template).max(axis=(1, 2))
     errors = energy - 2 * overlap + np.square(template).sum()  # per frame, with the shape at its best position
     return float(np.clip(1 - errors / np.square(template).sum(), 0, 1).mean())
-
-
-def light_share(cells: Cells) -> float:
-    """Return the mean over frames of the total brightness divided by FULL_LIGHT_CELLS, at most 1."""
-    return float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._clip import ClipModel
+from wfm_reward.base import MediaBatch, Range, Score
+from wfm_reward.rewards._clip import ClipModel, ClipReward
 
 SCALE = 26.0
 
 
-class PickScore(Reward):
+class PickScore(ClipReward):
     """PickScore: exp(logit_scale) * (cosine similarity of image and prompt) / 26, usually 0.6 to 1."""
 
-    name = "pickscore"
-    backbone = "CLIP"
-    media_types = frozenset({"image"})
+    name = primary_output = "pickscore"
     outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's logit scale is at most 100
-    primary_output = "pickscore"
     hub_files: ClassVar = {"model": "model", "processor": "processor"}
 
     def __init__(
@@ -26,11 +23,10 @@ class PickScore(Reward):
         *,
         model: str = "yuvalkirstain/PickScore_v1",
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        dtype: str = "float32",
         **options: Any,
     ) -> None:
-        super().__init__(device, **options)
-        self.model, self.processor, self.dtype = model, processor, dtype
+        super().__init__(device, model=model, **options)
+        self.processor = processor
 
     def load(self) -> None:
         self._clip = ClipModel(self.name, self.model, self.processor, self.device, self.dtype)

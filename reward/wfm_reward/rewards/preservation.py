@@ -29,7 +29,7 @@ class Preservation(ItemReward):
     reports the measure itself: `psnr_db`, `ssim` or `lpips`.
     """
 
-    name = "preservation"
+    name = primary_output = "preservation"
     media_types = frozenset({"image"})
     outputs: ClassVar = {
         "preservation": Range(0.0, 1.0),
@@ -37,7 +37,6 @@ class Preservation(ItemReward):
         "ssim": Range(-1.001, 1.001),  # rounding can exceed 1
         "lpips": Range(0.0, float("inf")),
     }
-    primary_output = "preservation"
     sees_images = True
 
     def __init__(
@@ -109,20 +108,17 @@ class Preservation(ItemReward):
             return frame_psnr(sample[kept], source[kept])
         sample = np.where(kept[..., None], sample, source)  # changes inside the mask must not reach windows outside
         if self.measure == "lpips":
-            return self.measure_lpips(sample, source, kept)
+            import torch
+
+            with torch.inference_mode():
+                pair = (to_lpips_tensor(image[None], self.device) for image in (sample, source))
+                distances = self._lpips(*pair)[0, 0].cpu().numpy()
+            return float(distances[kept].mean())
         similarity = gaussian_ssim_map(sample, source)
         inside = kept[GAUSSIAN_RADIUS:-GAUSSIAN_RADIUS, GAUSSIAN_RADIUS:-GAUSSIAN_RADIUS]
         if not inside.any():
             raise ValueError("the mask leaves only pixels near the border, where SSIM has no complete window")
         return float(similarity[inside].mean())
-
-    def measure_lpips(self, sample: Image, source: Image, kept: Pixels) -> float:
-        import torch
-
-        with torch.inference_mode():
-            pair = (to_lpips_tensor(image[None], self.device) for image in (sample, source))
-            distances = self._lpips(*pair)[0, 0].cpu().numpy()
-        return float(distances[kept].mean())
 
 
 def find_source(item: MediaItem) -> Image:

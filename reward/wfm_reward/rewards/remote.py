@@ -31,10 +31,9 @@ class Remote(Reward):
     `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards.
     """
 
-    name = "remote"
+    name = primary_output = "remote"
     media_types = frozenset({"image", "video"})
     outputs: ClassVar = {"remote": Range(-math.inf, math.inf)}
-    primary_output = "remote"
     label_option = "reward"
     stall_s = 660.0
 

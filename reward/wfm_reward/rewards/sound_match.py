@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import ItemReward, MediaItem, Range, Score
-from wfm_reward.rewards._sound import is_silent, to_mono
+from wfm_reward.rewards._sound import SoundReward, is_silent, to_mono
 from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SoundMatch(ItemReward):
+class SoundMatch(SoundReward, ItemReward):
     """Cosine similarity of sound and frames, -1 to 1. Silent videos fail.
 
     Measures whether the content of the sound fits the frames, such as a bark and a dog. Does not measure whether both
@@ -26,19 +26,12 @@ class SoundMatch(ItemReward):
     the score.
     """
 
-    name = "sound_match"
+    name = primary_output = "sound_match"
     backbone = "PE-AV"
-    media_types = frozenset({"video"})
     outputs: ClassVar = {"sound_match": Range(-1.001, 1.001)}  # rounding can exceed 1
-    primary_output = "sound_match"
-    needs_sound = True
-    hub_files: ClassVar = {"model": "model"}
 
-    def __init__(
-        self, device: str = "cpu", *, model: str = "facebook/pe-av-large", dtype: str = "float32", **options: Any
-    ) -> None:
-        super().__init__(device, **options)
-        self.model, self.dtype = model, dtype
+    def __init__(self, device: str = "cpu", *, model: str = "facebook/pe-av-large", **options: Any) -> None:
+        super().__init__(device, model=model, **options)
 
     def load(self) -> None:
         from transformers import PeAudioFeatureExtractor

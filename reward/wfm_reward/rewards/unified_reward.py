@@ -6,7 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaItem, Range, Score
-from wfm_reward.rewards._vlm import VlmReward, png_data_url
+from wfm_reward.rewards._vlm import VlmReward, image_content
 
 FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
 PROMPT_TEMPLATE = (  # the prompt that the model was trained with: github.com/CodeGoat24/UnifiedReward
@@ -25,20 +25,16 @@ class UnifiedReward(VlmReward):
     A reply without a final score is a failure.
     """
 
-    name = "unified_reward"
+    name = primary_output = "unified_reward"
     media_types = frozenset({"image"})
     outputs: ClassVar = {"unified_reward": Range(0.2, 1.0)}
-    primary_output = "unified_reward"
 
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
         super().__init__(device, model=model, **options)
 
     def rate_item(self, item: MediaItem) -> Score:
-        content = [
-            {"type": "image_url", "image_url": {"url": png_data_url(item.frames[0])}},
-            {"type": "text", "text": PROMPT_TEMPLATE.format(prompt=item.prompt)},
-        ]
-        text = self.request_choice({"messages": [{"role": "user", "content": content}]})["message"]["content"]
+        question = {"type": "text", "text": PROMPT_TEMPLATE.format(prompt=item.prompt)}
+        text = self.request_text([{"role": "user", "content": [image_content(item.frames[0]), question]}])
         match = FINAL_SCORE.search(text)
         if match is None:
             return item.fail(f"the reply has no final score: {' '.join(text.split())[:120]!r}")

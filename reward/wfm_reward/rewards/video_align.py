@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,11 +26,10 @@ class VideoAlign(Reward):
     Each of the three scores is standardized on the authors' videos. The output `overall_reward` is the sum.
     """
 
-    name = "video_align"
+    name = primary_output = "video_align"
     backbone = "Qwen2-VL"
     media_types = frozenset({"video"})
     outputs: ClassVar = {"video_align": UNBOUNDED, **dict.fromkeys(OUTPUTS, UNBOUNDED)}
-    primary_output = "video_align"
     download_note = "download the checkpoint of VideoReward to the folder in the option model (docs/rewards.md)"
 
     def __init__(
@@ -59,34 +57,27 @@ class VideoAlign(Reward):
         dtype = torch_dtype(self.name, self.dtype)
 
         def load_model(address: str) -> Any:
-            return self._import_inference_class()(address, device=self.device, dtype=dtype)
+            if self.code is None:
+                from fastvideo.models.videoalign.inference import VideoVLMRewardInference
+            else:  # its modules import each other as top-level modules
+                sys.path.insert(0, str(Path(self.code).expanduser()))
+                from inference import VideoVLMRewardInference
+            return VideoVLMRewardInference(address, device=self.device, dtype=dtype)
 
         self._model = load_pretrained(self.name, "the model", self.model, load_model)
 
-    def _import_inference_class(self) -> Any:
-        if self.code is None:
-            from fastvideo.models.videoalign.inference import VideoVLMRewardInference
-        else:
-            sys.path.insert(0, str(Path(self.code).expanduser()))  # its modules import each other as top-level modules
-            from inference import VideoVLMRewardInference
-        return VideoVLMRewardInference
-
     def score(self, batch: MediaBatch) -> list[Score]:
+        import torch
+
         if batch.fps is None:
             raise RewardError(f"{self.name} needs the frames per second of the videos; clients must send them")
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:
             paths = [Path(folder) / f"{i}.mp4" for i in range(len(batch))]
             for path, item in zip(paths, batch, strict=True):
                 path.write_bytes(encode_mp4(item.frames, batch.fps))
-            ratings = self._rate_videos([str(path) for path in paths], list(batch.prompts))
+            with torch.inference_mode():
+                ratings = self._model.reward([str(path) for path in paths], list(batch.prompts), use_norm=True)
         return [self._score_item(item, rating) for item, rating in zip(batch, ratings, strict=True)]
-
-    def _rate_videos(self, paths: Sequence[str], prompts: Sequence[str]) -> Sequence[dict[str, float]]:
-        import torch
-
-        with torch.inference_mode():
-            ratings: Sequence[dict[str, float]] = self._model.reward(paths, prompts, use_norm=True)
-        return ratings
 
     def _score_item(self, item: MediaItem, rating: dict[str, float]) -> Score:
         if not isinstance(rating, dict) or not set(OUTPUTS.values()) <= rating.keys():

@@ -28,7 +28,9 @@ class ConnectionAcceptor:
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:
         self._server = server
-        self._max = min(max_connections, max(1, _descriptor_limit() // DESCRIPTOR_SHARE))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        descriptors = 2**20 if soft == resource.RLIM_INFINITY else soft
+        self._max = min(max_connections, max(1, descriptors // DESCRIPTOR_SHARE))
         self._idle_s = idle_s
         self._log = log
         self._idle_since_s: dict[Any, float] = {}  # by aiohttp protocol; inf during a request
@@ -87,11 +89,6 @@ def open_listeners(host: str, port: int) -> Iterator[socket.socket]:
         listener.setblocking(False)
         port = listener.getsockname()[1]  # for port 0
         yield listener
-
-
-def _descriptor_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _refuse_connection(connection: socket.socket) -> None:

@@ -6,7 +6,6 @@ The body of an enqueue request is one line of JSON, a newline, and an array in .
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -15,16 +14,23 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from wfm_reward.web.requests import HttpProblem, ScoreRequest, check_length, invalid_request, parse_fields
+from wfm_reward.web.requests import (
+    MAX_ITEMS,
+    HttpProblem,
+    ScoreRequest,
+    check_length,
+    invalid_request,
+    parse_fields,
+    parse_json,
+    unreadable_input,
+)
 
 MAX_LINE_BYTES = 4 * 2**20
-MAX_ITEMS = 4096
 LATENT_TYPE = "latent"
 NPY_MAGIC = b"\x93NUMPY"
 NPY_HEADER_BYTES = 4096
 MAX_DIMENSIONS = 6
 DTYPES = ("uint8", "float16", "float32")
-
 
 FramesPerSecond = Annotated[float, Field(gt=0, lt=1e6)]
 
@@ -57,10 +63,7 @@ def parse_enqueue(body: memoryview) -> ScoreRequest:
     line = bytes(body[:MAX_LINE_BYTES]).partition(b"\n")[0]
     if len(line) >= min(len(body), MAX_LINE_BYTES):
         raise invalid_request(f"no newline after the JSON within {MAX_LINE_BYTES} bytes")
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise invalid_request(f"the first line is not JSON: {error}") from error
+    content = parse_json(line, "the first line")
     fields = parse_fields(EnqueueFields, content)
     array = read_npy(body[len(line) + 1 :])
     media = _split_items(fields.media_type, array)
@@ -97,7 +100,7 @@ def read_npy(data: memoryview) -> npt.NDArray[Any]:
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(head, max_header_size=NPY_HEADER_BYTES)
     except Exception as error:
-        raise invalid_request(f"the .npy header cannot be read: {' '.join(str(error).split())[:100]}") from error
+        raise unreadable_input("the .npy header", error) from error
     if dtype.hasobject or dtype.name not in DTYPES or not dtype.isnative:
         raise invalid_request(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
     if fortran or len(shape) > MAX_DIMENSIONS or not all(0 < n < 2**31 for n in shape):
@@ -142,15 +145,8 @@ def _parse_metadata(fields: EnqueueFields, count: int) -> list[dict[str, Any]]:
         check_length(f"geneval_{name}s", values, count)
         for item_metadata, value in zip(metadata, values, strict=True):
             is_text = name == "include" and isinstance(value, str)
-            item_metadata.setdefault(name, _parse_include(value) if is_text else value)
+            item_metadata.setdefault(name, parse_json(value, "`geneval_includes`") if is_text else value)
     return metadata
-
-
-def _parse_include(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid_request(f"`geneval_includes` is not JSON: {error}") from error
 
 
 def _input_info(array: npt.NDArray[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,11 +185,11 @@ def pull_reply(
         for output in outputs
     }
     failures = [{"index": i, "reason": failure} for i, (_, failure, _) in enumerate(scores) if failure is not None]
-    reply = {
+    return {
         "scores": lists,
         "input_info": dict(info),
         "duration": f"{seconds:.2f}",
         "decoded_duration": f"{decode_seconds:.2f}",
         "type": reward,
+        **({"failures": failures} if failures else {}),
     }
-    return {**reply, "failures": failures} if failures else reply

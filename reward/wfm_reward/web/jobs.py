@@ -154,7 +154,15 @@ class ScoreJobs:
                 for results in job.results.values():
                     results.fail([i], item)
         indices = [i for i, item in enumerate(media) if not isinstance(item, str)]
-        rows = [_task_row(job.id, request, i) for i in indices]
+        rows = [
+            {
+                "id": f"{job.id[:8]}-{i}",
+                "prompt": request.prompts[i],
+                "metadata": dict(request.metadata[i]),
+                "fps": request.fps[i],
+            }
+            for i in indices
+        ]
         arrays = [item for item in media if not isinstance(item, str)]
         max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.results}
         by_kind = {f"score:{reward}": results for reward, results in job.results.items()}
@@ -233,15 +241,6 @@ class ScoreJobs:
             self._expired[job_id] = None
         while len(self._expired) > MAX_EXPIRED_IDS:
             self._expired.popitem(last=False)
-
-
-def _task_row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
-    return {
-        "id": f"{job_id[:8]}-{i}",
-        "prompt": request.prompts[i],
-        "metadata": dict(request.metadata[i]),
-        "fps": request.fps[i],
-    }
 
 
 def _load_video(result: Any) -> Array | str:

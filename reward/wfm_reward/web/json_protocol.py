@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from wfm_reward.web.requests import HttpProblem, ScoreRequest, check_length, invalid_request, parse_fields
+from wfm_reward.web.requests import (
+    MAX_ITEMS,
+    HttpProblem,
+    ScoreRequest,
+    check_length,
+    invalid_request,
+    parse_fields,
+    parse_json,
+    unreadable_input,
+)
 
 ReserveBytes: TypeAlias = Callable[[int], None]
 
-MAX_ITEMS = 4096
 MAX_VALUES = 500_000  # in the JSON, counted by its delimiters: an empty list has two bytes in JSON but 64 in memory
 # Only self-contained formats: some FFmpeg demuxers open other files (ffconcat) or sockets (sdp).
 AV_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
@@ -46,11 +53,7 @@ def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest
     text = bytes(body)
     if sum(text.count(delimiter) for delimiter in (b",", b"[", b"{")) > MAX_VALUES:
         raise invalid_request(f"more than {MAX_VALUES} values: send fewer items in one request")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid_request(f"the body is not JSON: {str(error)[:100]}") from error
-    fields = parse_fields(ComputeFields, content)
+    fields = parse_fields(ComputeFields, parse_json(text, "the body"))
     count = len(fields.prompt)
     metadata = fields.metadata or [{} for _ in range(count)]
     check_length("metadata", metadata, count)
@@ -87,7 +90,7 @@ def decode_image(text: str, reserve: ReserveBytes) -> npt.NDArray[np.uint8]:
     except HttpProblem:
         raise
     except Exception as error:
-        raise _unreadable_media("an image", error) from error
+        raise unreadable_input("an image", error) from error
 
 
 def decode_video(item: str | list[str], reserve: ReserveBytes) -> npt.NDArray[np.uint8]:
@@ -114,14 +117,10 @@ def _decode_video_file(data: bytes, reserve: ReserveBytes) -> npt.NDArray[np.uin
     except HttpProblem:
         raise
     except Exception as error:
-        raise _unreadable_media("a video", error) from error
+        raise unreadable_input("a video", error) from error
     if not frames or len({frame.shape for frame in frames}) > 1:
         raise invalid_request("a video needs at least one frame, and all frames must have the same size")
     return np.stack(frames)
-
-
-def _unreadable_media(label: str, error: Exception) -> HttpProblem:
-    return invalid_request(f"{label} cannot be read: {' '.join(str(error).split())[:100] or type(error).__name__}")
 
 
 def _decode_base64(text: str) -> bytes:
@@ -131,15 +130,16 @@ def _decode_base64(text: str) -> bytes:
         raise invalid_request(f"images and videos must be base64: {error}") from error
 
 
-def compute_reply(
-    rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
-) -> dict[str, Any]:
-    """Return the reply. `scores` has the values of all rewards, `rewards` only the values of the first reward."""
-    values = {name: [value for value, _, _ in scores[name]] for name in rewards}
+def compute_reply(scores: Mapping[str, Sequence[tuple[float | None, str | None, Any]]]) -> dict[str, Any]:
+    """Return the reply. Its `scores` has the values of all rewards, `rewards` only the values of the first reward.
+
+    scores: {reward: (value, failure reason, parts) of each item}.
+    """
+    values = {name: [value for value, _, _ in items] for name, items in scores.items()}
     failures = [
         {"reward": name, "index": i, "reason": failure}
-        for name in rewards
-        for i, (_, failure, _) in enumerate(scores[name])
+        for name, items in scores.items()
+        for i, (_, failure, _) in enumerate(items)
         if failure is not None
     ]
-    return {"rewards": values[rewards[0]], "scores": values, "failures": failures}
+    return {"rewards": next(iter(values.values())), "scores": values, "failures": failures}

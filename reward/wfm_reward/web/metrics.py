@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -45,8 +46,8 @@ def _reward_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
         score_s.add_metric([name], _cumulative_buckets(stats.score_s), stats.score_s.total)
         wait_s.add_metric([name], _cumulative_buckets(stats.wait_s), stats.wait_s.total)
     yield from (items, failures, score_s, wait_s)
-    batches = {name: _mean(stats.batch_sizes) for name, stats in all_stats.items() if stats.batch_sizes}
-    means = {name: _mean(stats.scores) for name, stats in all_stats.items() if stats.scores}
+    batches = {name: fmean(stats.batch_sizes) for name, stats in all_stats.items() if stats.batch_sizes}
+    means = {name: fmean(stats.scores) for name, stats in all_stats.items() if stats.scores}
     rates = {name: stats.items_per_minute(snapshot.now_s) for name, stats in all_stats.items()}
     yield _reward_gauge("wfm_reward_batch_items", "Mean size of recent batches", batches)
     yield _reward_gauge("wfm_reward_score_mean", "Mean of the last 1000 scores", means)
@@ -102,7 +103,3 @@ def _cumulative_buckets(times: TimeHistogram) -> list[tuple[str, float]]:
         total += count
         counts.append((bound, float(total)))
     return counts
-
-
-def _mean(values: Collection[float]) -> float:
-    return sum(values) / len(values)

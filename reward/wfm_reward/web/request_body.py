@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import BasicAuth, ClientPayloadError, web
 from multidict import MultiDictProxy
 
-from wfm_reward.web.requests import HttpProblem, invalid_request
+from wfm_reward.web.requests import HttpProblem, unreadable_input
 
 CHUNK_BYTES = 256 * 1024
 
@@ -136,4 +136,4 @@ async def read_form(request: web.Request, timeout_s: float) -> MultiDictProxy[An
     except (web.HTTPException, ClientPayloadError, ConnectionError):
         raise
     except Exception as error:
-        raise invalid_request(f"the form cannot be read: {' '.join(str(error).split())[:100]}") from error
+        raise unreadable_input("the form", error) from error

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 from pydantic import BaseModel, ValidationError
 
+MAX_ITEMS = 4096
 MAX_PLACE_CHARS = 100
 Fields = TypeVar("Fields", bound=BaseModel)
 
@@ -26,6 +27,18 @@ class HttpProblem(Exception):
 
 def invalid_request(detail: str) -> HttpProblem:
     return HttpProblem(422, "malformed", detail)
+
+
+def parse_json(text: str | bytes, label: str) -> Any:
+    """Parse JSON. Raises HttpProblem with the text "LABEL is not JSON"."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid_request(f"{label} is not JSON: {str(error)[:100]}") from error
+
+
+def unreadable_input(label: str, error: Exception) -> HttpProblem:
+    return invalid_request(f"{label} cannot be read: {' '.join(str(error).split())[:100] or type(error).__name__}")
 
 
 def parse_fields(model: type[Fields], content: Any) -> Fields:

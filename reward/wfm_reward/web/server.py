@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from wfm_reward.decoder import VaeScale
 from wfm_reward.stats import ServiceSnapshot, ServiceStats
 from wfm_reward.web.connections import ConnectionAcceptor, open_listeners
 from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
-from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
+from wfm_reward.web.jobs import ScoreJob, ScoreJobs
 from wfm_reward.web.json_protocol import compute_reply, parse_compute
 from wfm_reward.web.metrics import CONTENT_TYPE, render_metrics
 from wfm_reward.web.request_body import MemoryBudget, Reservation, check_encoding, check_token, read_form, receive_body
@@ -53,30 +52,27 @@ MAX_ERROR_CHARS = 200
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceParts:
-    """Components of the service that the HTTP server uses."""
-
-    config: ServiceConfig
-    broker: Broker
-    workers: WorkerPool
-    stats: ServiceStats
-    keys: BrokerKeys | None
-
-
 class HttpServer:
     """HTTP server in a thread. Call `start` and `stop` from the same thread."""
 
-    def __init__(self, service: ServiceParts, base: Path) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        base: Path,
+        *,
+        broker: Broker,
+        workers: WorkerPool,
+        stats: ServiceStats,
+        keys: BrokerKeys | None,
+    ) -> None:
         """base: folder of the configuration file. Raises RewardError for an invalid token or an unreadable VAE."""
-        assert service.config.http is not None
-        self.config = service.config.http
+        assert config.http is not None
+        self.config = config.http
         self.url = ""
-        self._service = service
+        self._rewards, self._decoders = config.rewards, config.latent_decoders
+        self._broker, self._workers, self._stats, self._keys = broker, workers, stats, keys
         self._budget = MemoryBudget(self.config.max_pending_mib * 2**20)
-        self._vae_scales = {
-            n: VaeScale.from_vae_config(n, decoder.vae) for n, decoder in service.config.latent_decoders.items()
-        }
+        self._vae_scales = {n: VaeScale.from_vae_config(n, decoder.vae) for n, decoder in self._decoders.items()}
         self._token = read_service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._client_log = get_throttled_logger(f"{__name__}.clients")
@@ -154,10 +150,9 @@ class HttpServer:
         return app
 
     async def _manage_jobs(self, app: web.Application) -> AsyncIterator[None]:
-        rewards = self._service.config.rewards
-        max_batch = {name: registry.resolve_max_batch(name, reward.max_batch) for name, reward in rewards.items()}
-        keys = None if self._service.keys is None else self._service.keys.local_client_keys
-        self._jobs = ScoreJobs(self._service.broker.client_endpoint, max_batch, self.config.result_ttl_s, keys)
+        max_batch = {name: registry.resolve_max_batch(name, reward.max_batch) for name, reward in self._rewards.items()}
+        keys = None if self._keys is None else self._keys.local_client_keys
+        self._jobs = ScoreJobs(self._broker.client_endpoint, max_batch, self.config.result_ttl_s, keys)
         yield
         await asyncio.to_thread(self._jobs.close)
 
@@ -194,24 +189,23 @@ class HttpServer:
     # Status and metrics
 
     async def _create_snapshot(self) -> ServiceSnapshot:
-        service = self._service
         try:
-            hub = await asyncio.wait_for(asyncio.wrap_future(service.broker.request_status()), BROKER_TIMEOUT_S)
+            status = await asyncio.wait_for(asyncio.wrap_future(self._broker.request_status()), BROKER_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError) as error:
             raise HttpProblem(503, "stopping", "no reply from the broker: the service is stopping") from error
-        now_s, wall_s = time.monotonic(), time.time()
+        now_s = time.monotonic()
         return ServiceSnapshot(
             version=wfm_ds.__version__,
             uptime_s=now_s - self._started_at_s,
-            broker=hub,
-            rewards=list(service.config.rewards),
-            stats=service.stats.snapshot(),
-            workers=service.workers.worker_states(),
-            down_reasons=dict(service.workers.down_reasons),
+            broker=status,
+            rewards=list(self._rewards),
+            stats=self._stats.snapshot(),
+            workers=self._workers.worker_states(),
+            down_reasons=dict(self._workers.down_reasons),
             requests=self._requests.copy(),
             pending_bytes=self._budget.reserved_bytes,
             now_s=now_s,
-            wall_s=wall_s,
+            wall_s=time.time(),
         )
 
     async def _handle_page(self, request: web.Request) -> web.Response:
@@ -224,7 +218,7 @@ class HttpServer:
         return web.Response(body=render_metrics(await self._create_snapshot()), headers={"Content-Type": CONTENT_TYPE})
 
     async def _handle_health(self, request: web.Request) -> web.Response:
-        waiting = self._service.workers.unready_rewards()
+        waiting = self._workers.unready_rewards()
         content = {"ready": False, "waiting_for": waiting} if waiting else {"ready": True}
         return web.json_response(content, status=503 if waiting else 200)
 
@@ -233,7 +227,7 @@ class HttpServer:
         return web.json_response({"message": "Ping request received"})
 
     async def _handle_rewards(self, request: web.Request) -> web.Response:
-        return web.json_response({name: _reward_info(name) for name in self._service.config.rewards})
+        return web.json_response({name: _reward_info(name) for name in self._rewards})
 
     # Scores
 
@@ -254,7 +248,8 @@ class HttpServer:
         if results is None:
             rewards = ", ".join(job.results)
             raise HttpProblem(404, "unknown_type", f"{job.id} has no reward {reward[:80]!r}; it has {rewards}")
-        await _wait_for_results(self.config.pull_wait_s, results)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(results.done.wait(), self.config.pull_wait_s)
         if not results.done.is_set():
             raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not ready: pull again")
         content = pull_reply(
@@ -279,12 +274,11 @@ class HttpServer:
             await asyncio.gather(*(results.done.wait() for results in job.results.values()))
         finally:
             self._jobs.forget_job(job)
-        scores = {reward: results.items for reward, results in job.results.items()}
-        return web.json_response(compute_reply(list(scores), scores))
+        return web.json_response(compute_reply({name: results.items for name, results in job.results.items()}))
 
     def _check_ready(self) -> None:
-        waiting = self._service.workers.unready_rewards()
-        if waiting and not self._service.workers.has_been_ready:
+        waiting = self._workers.unready_rewards()
+        if waiting and not self._workers.has_been_ready:
             raise HttpProblem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
 
     def _start_job(
@@ -294,24 +288,20 @@ class HttpServer:
 
         Raises HttpProblem if the service does not have a requested reward or a decoder for the latents.
         """
-        offered = self._service.config.rewards
-        unknown = [name for name in score_request.rewards if name not in offered]
-        if unknown:
-            raise HttpProblem(
-                422, "unknown_reward", f"unknown reward {unknown[0][:80]!r}; this service has {', '.join(offered)}"
-            )
+        if unknown := [name for name in score_request.rewards if name not in self._rewards]:
+            detail = f"unknown reward {unknown[0][:80]!r}; this service has {', '.join(self._rewards)}"
+            raise HttpProblem(422, "unknown_reward", detail)
         decoder = self._decoder_kind(score_request) if score_request.latents else None
         if decoder is not None:  # decoded videos are held in addition to the latents
             num_bytes += sum(self._vae_scales[item.shape[0]].video_bytes(item.shape) for item in score_request.media)
         return self._jobs.start_job(score_request, reservation.transfer(num_bytes), timeout_s, decoder)
 
     def _decoder_kind(self, score_request: ScoreRequest) -> str:
-        channels, known = score_request.media[0].shape[0], self._service.config.latent_decoders
+        channels, known = score_request.media[0].shape[0], self._decoders
         if channels not in known:
             available = f"decoders for {', '.join(map(str, known))} channels" if known else "no latent decoders"
-            raise HttpProblem(
-                422, "no_decoder", f"latents with {channels} channels; this service has {available}: send pixels"
-            )
+            detail = f"latents with {channels} channels; this service has {available}: send pixels"
+            raise HttpProblem(422, "no_decoder", detail)
         return f"decode:{channels}"
 
     def _receive_body(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
@@ -329,11 +319,6 @@ def _shorten_parse_error(record: logging.LogRecord) -> bool:
 def _route_name(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "other"
-
-
-async def _wait_for_results(seconds: float, results: ItemResults) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(results.done.wait(), seconds)
 
 
 def _reward_info(name: str) -> dict[str, Any]:

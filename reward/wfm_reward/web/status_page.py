@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import time
 from collections.abc import Iterator, Sequence
 from html import escape
+from statistics import fmean
 
+from wfm_reward.rewards._vlm import png_data_url
 from wfm_reward.stats import RewardStats, ScoredSample, ServiceSnapshot
 from wfm_reward.worker_pool import WorkerState
 
@@ -45,7 +45,7 @@ def render_status_page(snapshot: ServiceSnapshot) -> str:
         f"<title>wfm_reward</title><style>{STYLE}</style></head><body>"
         f"<h1>Reward service</h1><p class=sub>wfm_ds {escape(snapshot.version)}, up "
         f"{_format_duration(snapshot.uptime_s)}; "
-        f"{_format_bytes(snapshot.broker.held_bytes)} held for tasks; {snapshot.broker.counts.get('requeued', 0)} "
+        f"{snapshot.broker.held_bytes / 2**20:.1f} MiB held for tasks; {snapshot.broker.counts.get('requeued', 0)} "
         "tasks requeued, "
         f"{snapshot.broker.rejected} messages dropped; reloads every {REFRESH_S} s; <a href=metrics>metrics</a></p>"
         f"{_overview_table(snapshot)}{sections}"
@@ -73,9 +73,9 @@ def _overview_numbers(snapshot: ServiceSnapshot, name: str) -> Iterator[str]:
     yield f"{stats.items_per_minute(snapshot.now_s):.0f}"
     yield str(stats.scored)
     yield str(stats.failed.total())
-    yield f"{sum(stats.scores) / len(stats.scores):.4g}" if stats.scores else ""
+    yield f"{fmean(stats.scores):.4g}" if stats.scores else ""
     yield f"{min(stats.scores):.4g} .. {max(stats.scores):.4g}" if stats.scores else ""
-    yield f"{sum(stats.batch_sizes) / len(stats.batch_sizes):.1f}" if stats.batch_sizes else ""
+    yield f"{fmean(stats.batch_sizes):.1f}" if stats.batch_sizes else ""
     yield f"{stats.score_s.total / items:.3f}" if items else ""
 
 
@@ -89,19 +89,17 @@ def _reward_section(snapshot: ServiceSnapshot, name: str) -> str:
 
 
 def _worker_table(snapshot: ServiceSnapshot, workers: Sequence[WorkerState]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(w.name)}</td><td>{_state_badge('ready' if w.ready else 'starting')}</td>"
-        f"<td>{escape(w.device)}</td>"
-        f"<td class=n>{w.pid or ''}</td><td class=n>{w.restarts}</td><td class=n>{_progress_age(snapshot, w)}</td></tr>"
-        for w in workers
-    )
+    rows = ""
+    for w in workers:
+        age_s = snapshot.broker.workers.get(w.worker_id)
+        progress = "idle" if age_s is None else f"{age_s:.0f} s ago"
+        rows += (
+            f"<tr><td>{escape(w.name)}</td><td>{_state_badge('ready' if w.ready else 'starting')}</td>"
+            f"<td>{escape(w.device)}</td>"
+            f"<td class=n>{w.pid or ''}</td><td class=n>{w.restarts}</td><td class=n>{progress}</td></tr>"
+        )
     head = "<tr><th>worker</th><th>state</th><th>device</th><th>pid</th><th>restarts</th><th>last progress</th></tr>"
     return f"<table class=workers>{head}{rows}</table>"
-
-
-def _progress_age(snapshot: ServiceSnapshot, worker: WorkerState) -> str:
-    age_s = snapshot.broker.workers.get(worker.worker_id)
-    return "idle" if age_s is None else f"{age_s:.0f} s ago"
 
 
 def _failure_table(snapshot: ServiceSnapshot, stats: RewardStats) -> str:
@@ -121,17 +119,9 @@ def _sample_figure(sample: ScoredSample) -> str:
     parts = "".join(f"<br>{escape(name)} {part:.4g}" for name, part in sorted(sample.parts.items()))
     at = time.strftime("%H:%M:%S", time.localtime(sample.at_s))
     return (
-        f"<figure><img alt='{escape(sample.sample_id[:80])}' src='{_data_uri(sample)}'>"
+        f"<figure><img alt='{escape(sample.sample_id[:80])}' src='{png_data_url(sample.image)}'>"
         f"<figcaption>{value} at {at}{parts}<br>{escape(sample.prompt[:120])}</figcaption></figure>"
     )
-
-
-def _data_uri(sample: ScoredSample) -> str:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(sample.image).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _state_badge(state: str) -> str:
@@ -144,7 +134,3 @@ def _format_duration(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds:.0f} s"
-
-
-def _format_bytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
