@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from wfm_ds.data.clip_layout import ClipLayout
+from wfm_ds.data.pixels import Framing
+from wfm_ds.data.samples import LocalFile, Sample
 from wfm_ds.evaluation.clip_curves import average_clips, clip_curve, scores_by_clip
 from wfm_ds.evaluation.recordings import Recordings
 from wfm_ds.training.validation_metrics import clip_metrics, reward_metrics
-from wfm_ds.types import Score
+from wfm_ds.types import Prompt, Score
 
 
 def score(value, name="f", **parts):
@@ -32,15 +35,9 @@ def test_drift_compares_the_clips_of_the_same_sample():
     curve = clip_curve(scores_by_clip(clips, 2)["f"])
     assert [one.value for one in curve.means] == [pytest.approx((50.5 + 4) / 2), pytest.approx((2 + 5) / 2)]
     assert curve.drifts[0].value == pytest.approx((1 + 1) / 2)
+    values = {"clip_01": 27.25, "clip_02": 3.5, "drift": 1.0, "y/clip_02": 1.0}
     metrics = clip_metrics(clips, 2, held_out_rewards=["f"])
-    assert metrics == pytest.approx(
-        {
-            "val/held_out/f/clip_01": 27.25,
-            "val/held_out/f/clip_02": 3.5,
-            "val/held_out/f/drift": 1.0,
-            "val/held_out/f/y/clip_02": 1.0,
-        }
-    )
+    assert metrics == pytest.approx({f"val/held_out/f/{name}": value for name, value in values.items()})
 
 
 def test_similarity_has_its_own_prefix():
@@ -49,11 +46,6 @@ def test_similarity_has_its_own_prefix():
 
 
 def test_images_have_no_recordings_and_unreadable_videos_fail(tmp_path):
-    from wfm_ds.data.clip_layout import ClipLayout
-    from wfm_ds.data.pixels import Framing
-    from wfm_ds.data.samples import LocalFile, Sample
-    from wfm_ds.types import Prompt
-
     image, broken = (
         Sample(id=name, prompt=Prompt(id=name, text="a"), media=LocalFile(str(tmp_path / name)))
         for name in ("a.png", "b.mp4")

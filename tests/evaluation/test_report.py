@@ -141,17 +141,12 @@ def test_an_image_model_can_look(tmp_path):
 
 
 def test_geneval_is_the_mean_over_tasks_not_over_images():
-    prompts = [
-        Prompt(id=str(i), text="x", metadata={"tag": tag}) for i, tag in enumerate(["counting"] * 3 + ["colors"])
-    ]
+    tags = ["counting"] * 3 + ["colors"]
+    prompts = [Prompt(id=str(i), text="x", metadata={"tag": tag}) for i, tag in enumerate(tags)]
     correct = np.array([[1.0, 1.0], [1.0, 1.0], [1.0, np.nan], [0.0, 1.0]])
     one = geneval_score(prompts, correct, 2)
     assert one.value == pytest.approx((1 + 0.5) / 2)
     assert any("4 prompts, not 553" in words for words in one.deviations)
     assert ocr_score(np.full((2, 2), np.nan)) is None
-    assert [
-        p.benchmark for p in benchmark_scores(prompts, {"gen_eval/gen_eval_score": correct, "ocr": correct}, 2)
-    ] == [
-        "GenEval",
-        "OCR",
-    ]
+    scores = benchmark_scores(prompts, {"gen_eval/gen_eval_score": correct, "ocr": correct}, 2)
+    assert [one.benchmark for one in scores] == ["GenEval", "OCR"]

@@ -13,6 +13,7 @@ import numpy as np
 from wfm_ds.evaluation.paired_statistics import Array, MeanEstimate, estimate_mean
 from wfm_ds.evaluation.results import SampleScores, scores_by_reward
 from wfm_ds.types import Score
+from wfm_reward.frames import mean_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +46,10 @@ def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     If a score failed in any clip, the mean is a failed score. Each entry of Score.parts is averaged over the clips that
     have it.
     """
-    first = clips[0]
-    return dict(first) if len(clips) == 1 else {name: average_scores([clip[name] for clip in clips]) for name in first}
-
-
-def average_scores(scores: Sequence[Score]) -> Score:
-    first = scores[0]
-    failure = next((f"clip {k}: {score.failure}" for k, score in enumerate(scores, 1) if score.failure), None)
-    if failure is not None:
-        return Score(sample_id=first.sample_id, reward=first.reward, failure=failure)
-    names = dict.fromkeys(name for score in scores for name in score.parts)
-    parts = {name: float(np.mean([score.parts[name] for score in scores if name in score.parts])) for name in names}
-    return Score(
-        sample_id=first.sample_id,
-        reward=first.reward,
-        value=float(np.mean([score.value for score in scores if score.value is not None])),
-        seconds=sum(score.seconds for score in scores),
-        parts=parts,
-    )
+    if len(clips) == 1:
+        return dict(clips[0])
+    labels, means = [f"clip {k}" for k in range(1, len(clips) + 1)], {}
+    for name in clips[0]:
+        scores = [clip[name] for clip in clips]
+        means[name] = mean_score(scores, labels, dict.fromkeys(part for score in scores for part in score.parts))
+    return means

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from wfm_ds.evaluation.clip_curves import ClipCurve, clip_curve, scores_by_clip
-from wfm_ds.evaluation.paired_statistics import MeanEstimate
 from wfm_ds.evaluation.recordings import RECORDING
 from wfm_ds.evaluation.results import EvaluationResults
-from wfm_ds.evaluation.table_cells import align_columns, estimate_dict, format_interval, format_value
+from wfm_ds.evaluation.tables import (
+    align_columns,
+    csv_text,
+    estimate_dict,
+    format_interval,
+    format_value,
+    table_html,
+)
 from wfm_ds.monitoring.line_chart import chart_html
 
 NOTES = (
@@ -94,17 +98,13 @@ def clips_dict(results: EvaluationResults) -> dict[str, Any]:
 def format_clips_csv(results: EvaluationResults) -> str:
     """Return CSV text with one line per clip of each sample. The cell of a missing score is empty."""
     names = list(results.base.clips[0][0])
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["model", "prompt_id", "seed", "clip", *names])
-    for model in results.models:
-        for clip, samples in enumerate(model.clips, 1):
-            for index, scores in enumerate(samples):
-                prompt, seed = results.prompts[index // len(results.seeds)], results.seeds[index % len(results.seeds)]
-                values = [scores[name].value for name in names]
-                cells = ["" if value is None else repr(value) for value in values]
-                writer.writerow([model.name, prompt.id, seed, clip, *cells])
-    return buffer.getvalue()
+    rows = (
+        [model.name, prompt.id, seed, clip, *(scores[name].value for name in names)]
+        for model in results.models
+        for clip, samples in enumerate(model.clips, 1)
+        for (prompt, seed), scores in zip(results.sample_keys(), samples, strict=True)
+    )
+    return csv_text(["model", "prompt_id", "seed", "clip", *names], rows)
 
 
 def render_clip_section(results: EvaluationResults) -> str:
@@ -116,17 +116,15 @@ def render_clip_section(results: EvaluationResults) -> str:
     for score, curves in comparison.curves.items():
         parts += [f"<h3>{escape(score)}</h3>", *render_chart(curves)]
         (_, *titles), *rows = comparison.table(score, results.base.name)
-        head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-        lines = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-        table = "\n".join([f"<tr><th></th>{head}</tr>", *lines])
-        parts.append(f'<div class="scroll"><table>{table}</table></div>')
+        parts.append(table_html(["", *titles], [[escape(cell) for cell in cells] for cells in rows]))
     notes = "".join(f"<p>{escape(note)}</p>" for note in NOTES)
     return "\n".join([*parts, f'<div class="notes">{notes}</div>'])
 
 
 def render_chart(curves: Mapping[str, ClipCurve]) -> list[str]:
     """Return [HTML chart of one score], or [] for fewer than two clips. curves: {model name: curve}."""
-    points = {model: list(list_points(curve.means)) for model, curve in curves.items()}
+    estimates = {model: enumerate(curve.means, 1) for model, curve in curves.items()}
+    points = {model: [(clip, mean) for clip, mean in means if mean is not None] for model, means in estimates.items()}
     points = {model: known for model, known in points.items() if known}
     if len({clip for known in points.values() for clip, _ in known}) < 2:
         return []
@@ -140,7 +138,3 @@ def render_chart(curves: Mapping[str, ClipCurve]) -> list[str]:
     ]
     margin = MARGIN_OF_RANGE * (max(ends) - min(ends)) or 0.5
     return [chart_html(lines, "clip", (min(ends) - margin, max(ends) + margin), half_widths)]
-
-
-def list_points(means: Sequence[MeanEstimate | None]) -> Iterator[tuple[int, MeanEstimate]]:
-    return ((clip, estimate) for clip, estimate in enumerate(means, 1) if estimate is not None)

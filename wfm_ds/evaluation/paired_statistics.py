@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,9 @@ def estimate_mean(scores: Array) -> MeanEstimate | None:
     means = prompt_means(scores)
     if not len(means):
         return None
-    half_width = None if len(means) < MIN_PROMPTS else t_quantile(len(means)) * standard_error(means)
+    half_width = None
+    if len(means) >= MIN_PROMPTS:
+        half_width = float(special.stdtrit(len(means) - 1, (1 + CONFIDENCE) / 2)) * standard_error(means)
     return MeanEstimate(float(means.mean()), half_width, len(means), int((~np.isnan(scores)).sum()))
 
 
@@ -119,11 +121,7 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
     log_ratio = estimate_mean(logs[:, None])
-    return (
-        None
-        if log_ratio is None
-        else MeanEstimate(math.exp(log_ratio.value), log_ratio.half_width, log_ratio.num_prompts, log_ratio.num_samples)
-    )
+    return None if log_ratio is None else replace(log_ratio, value=math.exp(log_ratio.value))
 
 
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
@@ -146,7 +144,3 @@ def adjust_holm(p_values: Sequence[float]) -> list[float]:
 
 def standard_error(means: Array) -> float:
     return float(means.std(ddof=1)) / math.sqrt(len(means))
-
-
-def t_quantile(count: int) -> float:
-    return float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +12,9 @@ from urllib.parse import quote
 from wfm_ds.evaluation.clip_report import clips_dict, format_clip_tables, render_clip_section
 from wfm_ds.evaluation.paired_statistics import Difference, MeanEstimate, ratio_bounds
 from wfm_ds.evaluation.results import EvaluationResults, ModelComparison, ModelResults
-from wfm_ds.evaluation.table_cells import (
+from wfm_ds.evaluation.tables import (
     align_columns,
+    csv_text,
     diversity_remark,
     estimate_dict,
     format_interval,
@@ -23,6 +22,7 @@ from wfm_ds.evaluation.table_cells import (
     format_ratio,
     format_value,
     mean_or_nan,
+    table_html,
 )
 from wfm_ds.monitoring.gallery import SMALL_SIDE, html_document
 from wfm_ds.monitoring.line_chart import CHART_STYLE
@@ -58,7 +58,8 @@ def format_text(results: EvaluationResults) -> str:
             + f"\nverdict: {model_comparison.verdict.name.upper()}: {model_comparison.verdict.message}"
         )
     blocks += format_clip_tables(results)
-    return "\n\n".join([*blocks, *("\n".join(lines) for lines in (list(list_notes(results)),) if lines)]) + "\n"
+    blocks += ["\n".join(notes)] if (notes := list(list_notes(results))) else []
+    return "\n\n".join(blocks) + "\n"
 
 
 def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
@@ -152,17 +153,14 @@ def model_dict(model: ModelResults, means: Mapping[str, MeanEstimate | None]) ->
 
 
 def comparison_dict(comparison: ModelComparison) -> dict[str, Any]:
-    bounds = None if comparison.diversity is None else ratio_bounds(comparison.diversity)
-    low, high = bounds or (None, None)
-    diversity_ratio = (
-        None if comparison.diversity is None else {"value": comparison.diversity.value, "low": low, "high": high}
-    )
+    ratio = comparison.diversity
+    low, high = (None if ratio is None else ratio_bounds(ratio)) or (None, None)
     return {
         **model_dict(comparison.results, comparison.means),
         "trained_on": list(comparison.trained_rewards.names),
         "related": sorted(comparison.trained_rewards.related),
         "differences": {name: difference_dict(gap) for name, gap in comparison.differences.items()},
-        "diversity_ratio": diversity_ratio,
+        "diversity_ratio": None if ratio is None else {"value": ratio.value, "low": low, "high": high},
         "verdict": {
             "name": comparison.verdict.name,
             "sentence": comparison.verdict.message,
@@ -174,13 +172,12 @@ def comparison_dict(comparison: ModelComparison) -> dict[str, Any]:
 def difference_dict(gap: Difference | None) -> dict[str, Any] | None:
     if gap is None:
         return None
-    z, p = finite_or_none(gap.z), finite_or_none(gap.p_decrease)
     return {
         **(estimate_dict(gap.estimate) or {}),
         "better": gap.num_better,
         "missing": gap.num_missing,
-        "sd": z,
-        "p_fell": p,
+        "sd": finite_or_none(gap.z),
+        "p_fell": finite_or_none(gap.p_decrease),
     }
 
 
@@ -189,16 +186,12 @@ def format_csv(results: EvaluationResults) -> str:
 
     Columns: model, prompt_id, prompt, seed, file, and one column per score.
     """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *results.rewards])
-    for model in results.models:
-        for index, (file, scores) in enumerate(zip(model.files, model.samples, strict=True)):
-            prompt, seed = results.prompts[index // len(results.seeds)], results.seeds[index % len(results.seeds)]
-            values = [scores[name].value for name in results.rewards]
-            cells = ["" if score is None else repr(score) for score in values]
-            writer.writerow([model.name, prompt.id, prompt.text, seed, file, *cells])
-    return buffer.getvalue()
+    rows = (
+        [model.name, prompt.id, prompt.text, seed, file, *(scores[name].value for name in results.rewards)]
+        for model in results.models
+        for (prompt, seed), file, scores in zip(results.sample_keys(), model.files, model.samples, strict=True)
+    )
+    return csv_text(["model", "prompt_id", "prompt", "seed", "file", *results.rewards], rows)
 
 
 STYLE = """
@@ -236,22 +229,17 @@ def render_comparison(results: EvaluationResults, comparison: ModelComparison) -
     rows = []
     for cells in table_rows(results, comparison):
         plot = render_interval(comparison.differences.get(cells[0]), axis_scale(comparison))
-        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}<td>{plot}</td></tr>")
+        rows.append([*map(escape, cells), plot])
     return (
         f'<h2>{escape(comparison.results.name)}</h2>\n<p class="verdict {verdict.name.replace(" ", "-")}">'
         f"<b>{escape(verdict.name)}</b>: {escape(verdict.message)}</p>\n"
-        f'<div class="scroll"><table><tr>{"".join(f"<th>{escape(one)}</th>" for one in titles)}</tr>\n'
-        + "\n".join(rows)
-        + "</table></div>"
+        f"{table_html(titles, rows)}"
     )
 
 
 def render_base(results: EvaluationResults) -> str:
-    rows = (
-        f"<tr><td>{escape(name)}</td><td>{escape(format_interval(results.means[name]))}</td></tr>"
-        for name in results.rewards
-    )
-    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+    rows = ([escape(name), escape(format_interval(results.means[name]))] for name in results.rewards)
+    return table_html(["", results.base.name], rows)
 
 
 def axis_scale(comparison: ModelComparison) -> float:

@@ -6,8 +6,9 @@ gain in the trained rewards.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,25 +76,21 @@ def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num
 
     scores: {reward: [P prompts, S seeds]}.
     """
-    geneval_scores = (
-        [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
-        if "gen_eval/gen_eval_score" in scores
-        else []
-    )
-    return [one for one in [*geneval_scores, ocr_score(scores.get("ocr"))] if one is not None]
+    known = [geneval_score(prompts, scores.get("gen_eval/gen_eval_score"), num_seeds), ocr_score(scores.get("ocr"))]
+    return [one for one in known if one is not None]
 
 
-def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
+def geneval_score(prompts: Sequence[Prompt], correct: Array | None, num_seeds: int) -> BenchmarkScore | None:
     """Compute GenEval's accuracy, the mean accuracy over its tasks (arXiv 2310.11513, evaluation/summary_scores.py).
 
     correct: [P prompts, S seeds], 1 for a correct image, 0 for a wrong image. Returns None if all scores are missing.
     """
+    if correct is None or np.isnan(correct).all():
+        return None
     by_task: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, correct, strict=True):
         by_task[str(prompt.metadata.get("tag"))] += [float(value) for value in row if not np.isnan(value)]
     shares = {task: float(np.mean(values)) for task, values in by_task.items() if values}
-    if not shares:
-        return None
     absent_tasks = [task for task in GENEVAL_TASKS if task not in shares]
     deviations = ["Mask2Former and CLIP of transformers, not of mmdet and open_clip"]
     deviations += [f"no prompts of {', '.join(absent_tasks)}"] if absent_tasks else []
@@ -243,6 +240,10 @@ class EvaluationResults:
     @property
     def models(self) -> list[ModelResults]:
         return [self.base, *(other.results for other in self.comparisons)]
+
+    def sample_keys(self) -> Iterator[tuple[Prompt, int]]:
+        """Return the prompt and the seed of each sample of a model, in order."""
+        return itertools.product(self.prompts, self.seeds)
 
 
 def compare_models(

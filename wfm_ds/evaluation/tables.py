@@ -1,9 +1,12 @@
-"""Formats the cells of the tables in evaluation reports."""
+"""Tables of evaluation reports as text, HTML and CSV, and the formats of their cells."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -48,6 +51,21 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)
+
+
+def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return an HTML table that can be scrolled. titles: text of the first row. rows: HTML of the cells."""
+    lines = ["".join(f"<th>{escape(title)}</th>" for title in titles)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    table = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table>{table}</table></div>'
+
+
+def csv_text(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return CSV text. The cell of None is empty."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows([titles, *rows])
+    return buffer.getvalue()
 
 
 def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
