@@ -1,6 +1,5 @@
 """The reports of the shapes demo and the actions demo, from run folders without training."""
 
-import json
 import re
 
 import av
@@ -12,7 +11,7 @@ from wfm_ds.cli import generate
 from wfm_ds.demos import actions, actions_data
 from wfm_ds.demos.actions import NUM_SHOWN, SCALE, ActionsDemo
 from wfm_ds.demos.actions_data import write_brightness
-from wfm_ds.demos.files import write_video
+from wfm_ds.demos.files import write_json_rows, write_video
 from wfm_ds.demos.report_page import write_page
 from wfm_ds.demos.shapes import EVALUATION_TAG, FPS, JUDGE, METRICS, REWARD, ShapesDemo, load_video
 from wfm_ds.demos.shapes_data import HELD_OUT_PAIRS, PAIRS
@@ -22,8 +21,7 @@ from wfm_reward.moving_demo import MovingClip, draw_clip, render_frames
 
 
 def write_metrics(run, *evaluations):
-    lines = [{"step": 1, "loss/total": 1.0}, *evaluations]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_rows(run / "metrics.jsonl", [{"step": 1, "loss/total": 1.0}, *evaluations])
 
 
 def values(report):
@@ -93,7 +91,7 @@ def actions_folder(tmp_path, monkeypatch):
         rows = [{"prompt_id": f"{k:04}", "file": f"{k}.mkv"} for k in range(NUM_SHOWN + 1, 0, -1)]
         for k, row in enumerate(rows):
             write_video(folder / row["file"], np.full((NUM_FRAMES, HEIGHT, WIDTH, 3), 100 * step + k, np.uint8), 8)
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json_rows(folder / "samples.jsonl", rows)
     parts = {"mean": 0.1, "following/mean": 0.2, "still/mean": 0.3, "residual/mean": 0.4}
     write_metrics(
         run,

@@ -95,12 +95,10 @@ def test_the_judges_read_the_inverted_digit_of_the_named_half_and_ignore_the_oth
         reward = loaded(name)
         for k, side in enumerate(SIDES):
             metadata = [{"side": side, "label": int(labels[pair[k]])} for pair in pairs]
-            shares = [
-                np.mean(
-                    [s.value for s in score(reward, [as_rgb(edit_image(x, side, kind)) for x in sources], metadata)]
-                )
-                for kind in range(3)
-            ]
+            shares = []
+            for kind in range(3):
+                edited = [as_rgb(edit_image(source, side, kind)) for source in sources]
+                shares.append(np.mean([s.value for s in score(reward, edited, metadata)]))
             assert min(shares[:2]) >= 0.95, (name, side)
             assert shares[0] == shares[1]
             assert shares[2] <= 0.15
@@ -122,11 +120,8 @@ def test_the_rl_recipes_differ_only_in_their_rewards():
     recipes = {name: load_recipe(require_recipe(f"edits/{name}")) for name in ("nft", "nft_judge", "nft_preservation")}
     dumped = {name: recipe.model_dump() for name, recipe in recipes.items()}
     trained = {name: [f.name for f in recipe.reward.functions] for name, recipe in recipes.items()}
-    assert trained == {
-        "nft": ["edited_digits", "preservation"],
-        "nft_judge": ["edited_digits"],
-        "nft_preservation": ["preservation"],
-    }
+    both = {"nft": ["edited_digits", "preservation"]}
+    assert trained == both | {"nft_judge": ["edited_digits"], "nft_preservation": ["preservation"]}
     for name, values in dumped.items():
         held_out = [reward["name"] for reward in values["validation"].pop("held_out_rewards")]
         assert {*trained[name], *held_out} == {"edited_digits", "preservation", "seen_edited_digits"}
@@ -143,11 +138,7 @@ def edit_sample(number, judge, psnr):
         prompt_id=f"sources/{number // 2}",
         seed=number % 2,
         pixels=grey,
-        rewards={
-            "edited_digits": judge,
-            "preservation": None if psnr is None else psnr / 30,
-            "seen_edited_digits": 1.0,
-        },
+        rewards={"edited_digits": judge, "preservation": psnr and psnr / 30, "seen_edited_digits": 1.0},
         parts={} if psnr is None else {"preservation/psnr_db": psnr},
         images={"source": grey, "mask": grey},
     )

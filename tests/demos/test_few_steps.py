@@ -9,6 +9,7 @@ from PIL import Image
 
 from wfm_ds.demos.digits_data import digit_caption
 from wfm_ds.demos.few_steps import MODELS, RUNS, read_result, start_overrides, write_report
+from wfm_ds.demos.files import write_json_rows
 
 STEPS = 3
 
@@ -23,10 +24,10 @@ def write_run(run, kind, results, *, cost=0.0):
         for k in range(40):
             Image.fromarray(np.full((8, 8, 3), grey * (k % 20 < 10), np.uint8)).save(samples / f"{k}.png")
             entries.append({"file": f"{k}.png", **digit_caption(k % 10)})
-        (samples / "samples.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        write_json_rows(samples / "samples.jsonl", entries)
         tag = f"val/{kind}/digits"
         lines.append({"step": step, f"{tag}/mean": value, f"{tag}/second_judge/mean": value / 2})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_rows(run / "metrics.jsonl", lines)
     (run / "result.json").write_text(json.dumps({"step": STEPS}))
     (run / "logs").mkdir()
     for rank in range(2):

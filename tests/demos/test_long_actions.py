@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from wfm_ds.demos import long_actions_data
-from wfm_ds.demos.files import write_video
+from wfm_ds.demos.files import write_json_rows, write_video
 from wfm_ds.demos.long_actions import IMAGE_FILE, LongActionsDemo
 from wfm_ds.demos.long_actions_data import WalkSet, write_walks
 from wfm_ds.demos.report_page import write_page
@@ -69,10 +69,10 @@ def write_run(run, first, kind="held_out"):
     for k in range(8):  # two noise seeds of each of four walks
         write_video(folder / f"{k}.mkv", np.full((97, HEIGHT, WIDTH, 3), 10 * k + first, np.uint8), 8)
         rows.append({"prompt_id": f"{k % 4 + 1:04}", "file": f"{k}.mkv"})
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_rows(folder / "samples.jsonl", rows)
     metrics = {f"val/recording/psnr/clip_{k:02}": first + 1.0 - k for k in range(1, 13)}
     metrics |= {f"val/{kind}/brightness/following/clip_{k:02}": first / 100 + k / 100 for k in range(1, 13)}
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n" + json.dumps({"step": 3} | metrics) + "\n")
+    write_json_rows(run / "metrics.jsonl", [{"step": 1}, {"step": 3} | metrics])
     (run / "result.json").write_text("{}")
 
 
@@ -85,15 +85,10 @@ def test_the_report_compares_the_clips_of_all_runs(walks, tmp_path):
         write_run(folder / name, first, kind)
     demo = LongActionsDemo()
     report = demo.write_comparison(folder, folder / "nft_history")
-    assert [row.split(" | ")[1:] for row in report[2:5]] == [
-        ["20.0", "17.0", "13.0", "9.0", "0.210", "0.320 |"],
-        ["30.0", "27.0", "23.0", "19.0", "0.310", "0.420 |"],
-        ["25.0", "22.0", "18.0", "14.0", "0.260", "0.370 |"],
-    ]
-    assert [row.split(" | ")[0] for row in report[2:5]] == [
-        "| SFT",
-        "| RL on own history",
-        "| RL on own history, naive reward",
+    assert report[2:5] == [
+        "| SFT | 20.0 | 17.0 | 13.0 | 9.0 | 0.210 | 0.320 |",
+        "| RL on own history | 30.0 | 27.0 | 23.0 | 19.0 | 0.310 | 0.420 |",
+        "| RL on own history, naive reward | 25.0 | 22.0 | 18.0 | 14.0 | 0.260 | 0.370 |",
     ]
     image = np.asarray(Image.open(folder / IMAGE_FILE).convert("RGB")).astype(int)
     assert image.shape[1] == 25 * (2 * WIDTH + 2) + 2

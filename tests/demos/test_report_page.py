@@ -1,6 +1,5 @@
 """The page of a quickstart: its curves, its samples, and the report as HTML."""
 
-import json
 import re
 
 import numpy as np
@@ -8,6 +7,7 @@ from PIL import Image
 
 from wfm_ds.demos.digits import DigitsDemo, write_readings
 from wfm_ds.demos.digits_data import digit_caption, reward_split
+from wfm_ds.demos.files import write_json_rows
 from wfm_ds.demos.report_page import load_curves, report_html, write_page
 from wfm_ds.monitoring.line_chart import HEIGHT, MARGIN, WIDTH, chart_html
 from wfm_ds.monitoring.media_files import encode_gif, save_png
@@ -21,7 +21,7 @@ def write_run(run, values, *samples):
         (run / "samples" / f"step_{step}").mkdir(parents=True)
         write_table(run / "samples" / f"step_{step}", samples)
         lines.append({"step": 2 * step, "time": "now"} | dict.fromkeys(DigitsDemo.curves.values(), value))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json_rows(run / "metrics.jsonl", lines)
 
 
 def test_curves_have_the_rl_step_and_the_value_of_each_evaluation(tmp_path):
@@ -47,10 +47,8 @@ def test_the_page_shows_samples_side_by_side_and_a_curve_from_three_evaluations_
     write_run(tmp_path / "nft", {0: 0.5, 6: 0.7})
     write_page(DigitsDemo(), tmp_path, tmp_path / "nft", ["| a | b |", "|---|---|", "| x | 1 |"])
     page = (tmp_path / "index.html").read_text()
-    assert re.findall(r'<img src="(\w+.png)".* style="width: (\d+)px"', page.replace("<figure>", "\n")) == [
-        ("before.png", "600"),
-        ("after.png", "600"),
-    ]
+    images = re.findall(r'<img src="(\w+.png)".* style="width: (\d+)px"', page.replace("<figure>", "\n"))
+    assert images == [("before.png", "600"), ("after.png", "600")]
     assert "<svg" not in page
     assert "<video" not in page
 
@@ -67,10 +65,8 @@ def test_the_page_shows_samples_side_by_side_and_a_curve_from_three_evaluations_
 
 
 def test_tables_code_and_text_of_the_report_become_html():
-    html = report_html(
-        ["| <t> | before |", "|---|---|", "| row | 0.5 |", "", "Load it:", "", "    one", "      two", "end"]
-    )
-    assert html == (
+    table = ["| <t> | before |", "|---|---|", "| row | 0.5 |"]
+    assert report_html([*table, "", "Load it:", "", "    one", "      two", "end"]) == (
         "<table><tr><th>&lt;t&gt;</th><th>before</th></tr>\n<tr><td>row</td><td>0.5</td></tr></table>\n"
         "<p>Load it:</p>\n<pre>one\n  two</pre>\n<p>end</p>"
     )
@@ -78,9 +74,7 @@ def test_tables_code_and_text_of_the_report_become_html():
 
 def test_the_classifiers_digit_is_green_if_it_matches_the_prompt(tmp_path):
     images, labels = reward_split()  # the classifier was fitted to these
-    prompts = [
-        digit_caption(int(digit) if k != 1 else (int(digit) + 1) % 10)["prompt"] for k, digit in enumerate(labels[:10])
-    ]
+    prompts = [digit_caption((int(digit) + (k == 1)) % 10)["prompt"] for k, digit in enumerate(labels[:10])]
     samples = [(np.repeat(image[..., None], 3, axis=2), prompt) for image, prompt in zip(images, prompts, strict=False)]
     write_readings(tmp_path / "readings.png", samples)
     sheet = np.asarray(Image.open(tmp_path / "readings.png")).astype(int)

@@ -120,9 +120,9 @@ def train_and_keep_pictures(recipe, overrides, kept):
 def media(tmp_path_factory):
     """Return {data.path in a recipe: folder with such data}."""
     from wfm_ds.demos.actions_data import write_clip as write_brightness_clip
-    from wfm_ds.demos.controls_data import write_controls
     from wfm_ds.demos.digits_data import write_digits
     from wfm_ds.demos.room_data import write_room
+    from wfm_ds.demos.tiny_data import write_controls
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")

@@ -30,10 +30,8 @@ class ActionsDemo(Demo):
     sft_data = "clips"
     rl_data = "clips"
     output = Path("outputs/quickstart-world")
+    write_data = staticmethod(write_brightness)
     curves: ClassVar = {"actions followed": f"{REWARD}/following/mean", "held-out reward (inverse dynamics)": JUDGE}
-
-    def write_data(self, out: Path) -> int:
-        return write_brightness(out)
 
     def sft_overrides(self, folder: Path) -> list[str]:
         return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
@@ -54,11 +52,14 @@ class ActionsDemo(Demo):
         return [*comparison_table("on held-out clips", rows), "", image_paths]
 
     def generate_arguments(self, folder: Path) -> str:
+        return self.clip_arguments(folder, NUM_HELD_OUT)
+
+    def clip_arguments(self, folder: Path, clip: int) -> str:
+        """Return arguments of `wfm generate`. clip: number of the held-out clip, of which start.png is the start."""
         data = folder / "data"
-        actions = data / "held_out" / f"{NUM_HELD_OUT:04}.actions.npy"
         return (
             f"--prompts {data / PROMPTS} --height {HEIGHT} --width {WIDTH} --frames {NUM_FRAMES} --fps 8 --steps 8 "
-            f"--guardrail off --first-frame {data / START} --actions {actions} "
+            f"--guardrail off --first-frame {data / START} --actions {data / 'held_out' / f'{clip:04}.actions.npy'} "
             f"--seeds 1 2 3 4 --batch 4 --out {folder / 'more'}"
         )
 

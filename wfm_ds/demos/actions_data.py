@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.demos.files import data_parser, require_new_folder, write_video
+from wfm_ds.demos.files import data_parser, require_new_folder, write_json_rows, write_video
 from wfm_ds.demos.shapes_data import FPS
 from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
@@ -43,7 +43,7 @@ def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np
     stem = f"{number:04}"
     write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.actions.npy", encode_actions(moves))
-    (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
+    write_json_rows(folder / f"{stem}.json", [{"prompt": PROMPT, "actions": f"{stem}.actions.npy"}])
 
 
 def write_brightness(out: Path) -> int:

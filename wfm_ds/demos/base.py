@@ -32,8 +32,9 @@ class Demo(ABC):
     curves: ClassVar[Mapping[str, str]] = {}
     """Curves of the report: {label: metric of the evaluations, with values from 0 to 1}."""
 
+    @staticmethod
     @abstractmethod
-    def write_data(self, out: Path) -> int:
+    def write_data(out: Path) -> int:
         """Write the data into a new or empty folder, and return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:

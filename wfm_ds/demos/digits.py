@@ -27,10 +27,8 @@ class DigitsDemo(Demo):
     description = "handwritten digits"
     sft_data = "images"
     output = Path("outputs/quickstart")
+    write_data = staticmethod(write_digits)
     curves = METRICS
-
-    def write_data(self, out: Path) -> int:
-        return write_digits(out)
 
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
         results = load_evaluations(run, REWARD)
@@ -74,15 +72,14 @@ def write_readings(path: Path, samples: Sequence[tuple[npt.NDArray[np.uint8], st
     reward = DigitsReward()
     reward.load()
     readings = [reward.read_digit(image) for image, _ in samples]
-    correct = [
-        digit_caption(reading)["prompt"] == prompt for reading, (_, prompt) in zip(readings, samples, strict=True)
-    ]
+    prompts = [digit_caption(reading)["prompt"] for reading in readings]
+    colors = [GREEN if prompt == read else RED for read, (_, prompt) in zip(prompts, samples, strict=True)]
     grid = image_grid(
         [image for image, _ in samples],
         GRID_COLUMNS,
         scale=SCALE,
         labels=[f"reads {reading}" for reading in readings],
-        label_colors=[GREEN if is_correct else RED for is_correct in correct],
+        label_colors=colors,
     )
     save_png(path, grid)
 

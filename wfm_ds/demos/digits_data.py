@@ -7,7 +7,6 @@ Repository, 1998.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.demos.files import data_parser, require_new_folder
+from wfm_ds.demos.files import data_parser, require_new_folder, write_json_rows
 
 DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """Grey images [N,8,8] and their digits [N]."""
@@ -64,11 +63,9 @@ def write_digits(out: Path) -> int:
     (out / "prompts").mkdir()
     for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
         Image.fromarray(image).convert("RGB").save(out / "images" / f"{number:04}.png", optimize=False)
-        (out / "images" / f"{number:04}.json").write_text(json.dumps(digit_caption(int(label))) + "\n")
-    lines = [json.dumps(preference_pair(number, labels)) + "\n" for number in range(len(labels))]
-    (out / "pairs.jsonl").write_text("".join(lines))
-    lines = [json.dumps(digit_caption(digit)) + "\n" for digit in range(10)]
-    (out / "prompts" / "train.jsonl").write_text("".join(lines))
+        write_json_rows(out / "images" / f"{number:04}.json", [digit_caption(int(label))])
+    write_json_rows(out / "pairs.jsonl", (preference_pair(number, labels) for number in range(len(labels))))
+    write_json_rows(out / "prompts" / "train.jsonl", map(digit_caption, range(10)))
     return len(images)
 
 

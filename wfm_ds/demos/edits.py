@@ -54,9 +54,7 @@ class EditsDemo(Demo):
     sft_data = "sft"
     rl_data = "rl"
     output = Path("outputs/quickstart-edits")
-
-    def write_data(self, out: Path) -> int:
-        return write_digit_edits(out)
+    write_data = staticmethod(write_digit_edits)
 
     def rl_overrides(self, folder: Path) -> list[str]:
         return [f"validation.path={folder / 'data' / 'held_out'}"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from wfm_ds.demos.digits_data import DigitSplit, sft_split
-from wfm_ds.demos.files import require_new_folder
+from wfm_ds.demos.files import require_new_folder, write_json_rows
 from wfm_ds.seeds import derive_seed
 
 DIGIT_SIZE = 64  # pixels; the digits of scikit-learn have 8 x 8 pixels
@@ -62,10 +60,9 @@ def write_digit_edits(out: Path) -> int:
     digits = sft_split()
     for settings in EDIT_SETS:
         rows = write_edit_set(out / settings.folder, settings, digits)
-    write_rows(
-        out / PROMPTS,
-        [{"prompt": row["prompt"], "source": f"{settings.folder}/{row['file_name']}"} for row in rows[:NUM_PROMPTS]],
-    )
+    shown = rows[:NUM_PROMPTS]
+    prompts = [{"prompt": row["prompt"], "source": f"{settings.folder}/{row['file_name']}"} for row in shown]
+    write_json_rows(out / PROMPTS, prompts)
     return sum(settings.num_sources for settings in EDIT_SETS[:-1])
 
 
@@ -94,18 +91,13 @@ def write_edit_set(folder: Path, settings: EditSet, digits: DigitSplit) -> list[
             save_image(folder / TARGETS / file, edit_image(source, side, number % 3))
             row |= {"file_name": f"{TARGETS}/{file}", "source": f"{SOURCES}/{file}"}
         rows.append(row)
-    write_rows(folder / TABLE, rows)
+    write_json_rows(folder / TABLE, rows)
     return rows
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def draw_pair(digits: npt.NDArray[np.uint8]) -> Picture:
     """Draw two digits [2,8,8] side by side, and enlarge each pixel to CELL x CELL pixels."""
-    picture: Picture = np.kron(np.concatenate(list(digits), axis=1), np.ones((CELL, CELL), np.uint8))
-    return picture
+    return np.concatenate(list(digits), axis=1).repeat(CELL, axis=0).repeat(CELL, axis=1)
 
 
 def edit_image(source: Picture, side: str, kind: int) -> Picture:
@@ -117,12 +109,9 @@ def edit_image(source: Picture, side: str, kind: int) -> Picture:
 def half_mask(side: str) -> npt.NDArray[np.bool_]:
     """Return True for the pixels [64,128] of the left or right digit."""
     mask = np.zeros((DIGIT_SIZE, len(SIDES) * DIGIT_SIZE), np.bool_)
-    mask[:, side_columns(side)] = True
+    start = DIGIT_SIZE * SIDES.index(side)
+    mask[:, start : start + DIGIT_SIZE] = True
     return mask
-
-
-def side_columns(side: str) -> slice:
-    return slice(DIGIT_SIZE * SIDES.index(side), DIGIT_SIZE * (SIDES.index(side) + 1))
 
 
 def save_image(path: Path, grey: Picture) -> None:

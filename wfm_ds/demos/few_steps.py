@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from wfm_ds.demos.base import load_evaluations
 from wfm_ds.demos.digits import GRID_COLUMNS, GRID_ROWS, load_samples, std_within_prompts, write_readings
-from wfm_ds.demos.report_page import PAGE_FILE, STYLE, report_html
-from wfm_ds.monitoring.gallery import html_document
+from wfm_ds.demos.report_page import figures_html, write_sections
 from wfm_ds.storage import atomic
 from wfm_ds.storage.json_lines import read_json_rows
 
@@ -168,25 +167,12 @@ def write_report(folder: Path, start: Path, code: Sequence[str], *, seconds: flo
     ]
     text = "\n".join(report)
     atomic.write_text(folder / "report.md", text + "\n")
-    links = ", ".join(f'<a href="{name}/index.html">{name}</a>' for name in RUNS)
-    body = [
+    images = {model.title: f'<img src="{model.name}.png" alt="{escape(model.title)}">' for model in MODELS}
+    sections = [
         "<h2>Samples</h2>",
         "<p>One column for each digit. Below each image: what the classifier of the reward reads, green if it is the "
         "digit in the prompt.</p>",
-        images_html(),
-        "<h2>Result</h2>",
-        report_html(report),
-        f"<p>Pages of the runs, with all metrics and samples: {links}</p>",
+        figures_html(images),
     ]
-    page = html_document(f"Quickstart: {DESCRIPTION}", {}, "\n".join(body), style=STYLE)
-    atomic.write_text(folder / PAGE_FILE, page)
+    write_sections(DESCRIPTION, folder, sections, report, RUNS)
     return text
-
-
-def images_html() -> str:
-    figures = (
-        f'<figure><div class="samples"><img src="{model.name}.png" alt="{escape(model.title)}"></div>'
-        f"<figcaption>{escape(model.title)}</figcaption></figure>"
-        for model in MODELS
-    )
-    return f'<div class="pair">{"".join(figures)}</div>'

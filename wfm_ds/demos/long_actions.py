@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from wfm_ds.demos.actions import ActionsDemo
-from wfm_ds.demos.actions_data import PROMPTS, START
 from wfm_ds.demos.base import load_evaluations
 from wfm_ds.demos.long_actions_data import NUM_CLIPS, WALK_SETS, write_walks
 from wfm_ds.demos.shapes import load_video
 from wfm_ds.monitoring.line_chart import Curve, chart_html
 from wfm_ds.storage.json_lines import read_json_rows
-from wfm_reward.brightness_demo import FRAMES_PER_MOVE, HEIGHT, NUM_FRAMES, WIDTH
+from wfm_reward.brightness_demo import FRAMES_PER_MOVE
 
 PSNR = "val/recording/psnr"
 FOLLOWING = ("val/held_out/brightness/following", "val/reward/brightness/following")  # as held-out or trained reward
@@ -42,9 +41,7 @@ class LongActionsDemo(ActionsDemo):
     rl_data = "walks"
     rl_recipes = ("nft", "nft_history")
     output = Path("outputs/quickstart-long")
-
-    def write_data(self, out: Path) -> int:
-        return write_walks(out)
+    write_data = staticmethod(write_walks)
 
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
         runs = list_runs(folder)
@@ -69,13 +66,7 @@ class LongActionsDemo(ActionsDemo):
         ]
 
     def generate_arguments(self, folder: Path) -> str:
-        data = folder / "data"
-        actions = data / "held_out" / f"{WALK_SETS[-1].num_videos:04}.actions.npy"
-        return (
-            f"--prompts {data / PROMPTS} --height {HEIGHT} --width {WIDTH} --frames {NUM_FRAMES} --fps 8 --steps 8 "
-            f"--clips {NUM_CLIPS} --guardrail off --first-frame {data / START} --actions {actions} "
-            f"--seeds 1 2 3 4 --batch 4 --out {folder / 'more'}"
-        )
+        return f"--clips {NUM_CLIPS} {self.clip_arguments(folder, WALK_SETS[-1].num_videos)}"
 
 
 def list_runs(folder: Path) -> dict[str, Path]:

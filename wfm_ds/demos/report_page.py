@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -43,13 +43,19 @@ def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> No
 
     run: output folder of the RL run. report: lines of the report, in Markdown.
     """
-    parts = demo.page_sections(folder, run) or run_sections(demo, folder, run)
-    parts += ["<h2>Result</h2>", report_html(report)]
-    runs = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
-    links = ", ".join(f'<a href="{escape(one.name)}/index.html">{escape(one.name)}</a>' for one in runs)
-    parts.append(f"<p>Pages of the runs, with all metrics and samples: {links}</p>")
-    page = html_document(f"Quickstart: {demo.description}", {}, "\n".join(parts), style=STYLE)
-    atomic.write_text(folder / PAGE_FILE, page)
+    sections = demo.page_sections(folder, run) or run_sections(demo, folder, run)
+    runs = sorted(file.parent.name for file in folder.glob("*/metrics.jsonl"))
+    write_sections(demo.description, folder, sections, report, runs)
+
+
+def write_sections(
+    description: str, folder: Path, sections: Sequence[str], report: Sequence[str], runs: Iterable[str]
+) -> None:
+    """Write index.html: sections of HTML, the lines of the report, and links to the pages of the runs."""
+    links = ", ".join(f'<a href="{escape(name)}/index.html">{escape(name)}</a>' for name in runs)
+    links = f"<p>Pages of the runs, with all metrics and samples: {links}</p>"
+    body = "\n".join([*sections, "<h2>Result</h2>", report_html(report), links])
+    atomic.write_text(folder / PAGE_FILE, html_document(f"Quickstart: {description}", {}, body, style=STYLE))
 
 
 def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
@@ -86,28 +92,29 @@ def images_html(folder: Path) -> list[str]:
             with Image.open(folder / file) as image:
                 factor = max(1, round(MIN_IMAGE_WIDTH / image.width))
                 style = f'class="small" style="width: {factor * image.width}px"' if factor > 1 else ""
-            elements[stage] = f'<img src="{file}" alt="{STAGES[stage]}" {style}>'
-        parts.append(pair_html(elements))
+            elements[STAGES[stage]] = f'<img src="{file}" alt="{STAGES[stage]}" {style}>'
+        parts.append(figures_html(elements))
     return parts
 
 
 def videos_html(folder: Path, run: Path) -> list[str]:
     folders = list(list_sample_folders(run).values())
     elements = {}
-    for stage, samples in zip(STAGES, (folders[0], folders[-1]), strict=True):
+    for caption, samples in zip(STAGES.values(), (folders[0], folders[-1]), strict=True):
         rows = [row for row in read_json_rows(samples / SAMPLES_FILE) if row["file"].endswith(".mp4")][:MAX_VIDEOS]
-        elements[stage] = "".join(
+        elements[caption] = "".join(
             f'<div><video src="{escape(quote((samples / row["file"]).relative_to(folder).as_posix()))}" '
             f'class="small" autoplay loop muted playsinline></video>{escape(row["prompt"])}</div>'
             for row in rows
         )
-    return [pair_html(elements)] if all(elements.values()) else []
+    return [figures_html(elements)] if all(elements.values()) else []
 
 
-def pair_html(elements: Mapping[str, str]) -> str:
+def figures_html(elements: Mapping[str, str]) -> str:
+    """Return figures side by side. elements: {caption: HTML of the figure}."""
     figures = (
-        f'<figure><div class="samples">{element}</div><figcaption>{STAGES[stage]}</figcaption></figure>'
-        for stage, element in elements.items()
+        f'<figure><div class="samples">{element}</div><figcaption>{escape(caption)}</figcaption></figure>'
+        for caption, element in elements.items()
     )
     return f'<div class="pair">{"".join(figures)}</div>'
 

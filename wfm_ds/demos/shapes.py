@@ -39,13 +39,11 @@ class ShapesDemo(Demo):
     description = "moving shapes"
     sft_data = "videos"
     output = Path("outputs/quickstart-video")
+    write_data = staticmethod(write_moving)
     curves: ClassVar = {
         "reward, all prompts": EVALUATION_TAG,
         "held-out reward: shape and direction right, all prompts": f"val/held_out/{JUDGE}/both/mean",
     }
-
-    def write_data(self, out: Path) -> int:
-        return write_moving(out)
 
     def sft_overrides(self, folder: Path) -> list[str]:
         return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
@@ -84,10 +82,6 @@ class PromptedVideo:
     frames: Frames  # [5,32,32,3]
     scores: Mapping[str, float | None] = field(default_factory=dict)  # by `reward` or `reward/part`; None if it failed
 
-    @property
-    def is_held_out(self) -> bool:
-        return self.prompt in HELD_OUT_PROMPTS
-
 
 def load_videos(folder: Path) -> list[PromptedVideo]:
     return [
@@ -98,8 +92,8 @@ def load_videos(folder: Path) -> list[PromptedVideo]:
 
 def split_by_pairs(videos: Sequence[PromptedVideo]) -> dict[str, list[PromptedVideo]]:
     return {
-        "trained": [video for video in videos if not video.is_held_out],
-        "held-out": [video for video in videos if video.is_held_out],
+        "trained": [video for video in videos if video.prompt not in HELD_OUT_PROMPTS],
+        "held-out": [video for video in videos if video.prompt in HELD_OUT_PROMPTS],
     }
 
 

@@ -7,12 +7,11 @@ the 20 captions name a wrong direction, so that RL can improve the model after S
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
-from wfm_ds.demos.files import data_parser, require_new_folder, write_video
+from wfm_ds.demos.files import data_parser, require_new_folder, write_json_rows, write_video
 from wfm_reward.moving_demo import DIRECTIONS, SHAPES, MovingClip, draw_clip, list_clips, render_frames
 
 PAIRS = [(shape, direction) for shape in SHAPES for direction in DIRECTIONS]
@@ -53,10 +52,9 @@ def write_moving(out: Path) -> int:
             number += 1
             path = out / "videos" / f"{number:04}.mkv"
             write_video(path, render_frames(draw_clip(clip)), FPS)
-            path.with_suffix(".json").write_text(json.dumps(text) + "\n")
+            write_json_rows(path.with_suffix(".json"), [text])
     for split, pairs in (("train", TRAINED_PAIRS), ("validation", TRAINED_PAIRS + HELD_OUT_PAIRS)):
-        lines = [json.dumps(caption_fields(MovingClip(*pair, 0))) + "\n" for pair in pairs]
-        (out / "prompts" / f"{split}.jsonl").write_text("".join(lines))
+        write_json_rows(out / "prompts" / f"{split}.jsonl", (caption_fields(MovingClip(*pair, 0)) for pair in pairs))
     return number
 
 

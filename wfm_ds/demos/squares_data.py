@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wfm_ds.demos.files import data_parser, require_new_folder
+from wfm_ds.demos.files import data_parser, require_new_folder, write_json_rows
 
-COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
+Colour = tuple[int, int, int]
+COLOURS: Mapping[str, Colour] = MappingProxyType(
     {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (30, 60, 220), "yellow": (230, 210, 30)}
 )
-Colour = tuple[int, int, int]
 GREY, BLACK, WHITE = (128, 128, 128), (0, 0, 0), (255, 255, 255)
 SIDE = 56  # of an image, in pixels
 NUM_IMAGES, NUM_EDITS = 40, 24
@@ -84,10 +84,10 @@ def write_edits(out: Path) -> int:
             image.save(out / folder / f"{name}.png")
         files = {folder: f"{folder}/{name}.png" for folder in images}
         target, rejected = files.pop("target"), files.pop("rejected")
-        rows.append(json.dumps({"file_name": target, "prompt": prompt, **files}) + "\n")
-        pairs.append(json.dumps({"prompt": prompt, "chosen": target, "rejected": rejected, **files}) + "\n")
-    (out / "metadata.jsonl").write_text("".join(rows))
-    (out / "pairs.jsonl").write_text("".join(pairs))
+        rows.append({"file_name": target, "prompt": prompt, **files})
+        pairs.append({"prompt": prompt, "chosen": target, "rejected": rejected, **files})
+    write_json_rows(out / "metadata.jsonl", rows)
+    write_json_rows(out / "pairs.jsonl", pairs)
     return NUM_EDITS
 
 
