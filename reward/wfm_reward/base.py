@@ -21,7 +21,7 @@ HubFiles = Literal["model", "processor", "pipeline", "file"]
 """Files of a Hub repository that a reward loads. `model`: a model and processor of transformers. `processor`: only its
 configuration and processor. `pipeline`: a diffusers pipeline. `file`: the file that the address names."""
 
-__all__ = ["MAX_BATCH", "ItemReward", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
+__all__ = ["MAX_BATCH", "UNBOUNDED", "ItemReward", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+
+UNBOUNDED = Range(-math.inf, math.inf)
 
 
 class Reward(ABC):

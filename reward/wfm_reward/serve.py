@@ -131,7 +131,7 @@ class RewardServer:
         self._selector.register(self._stalled_workers, selectors.EVENT_READ, self._on_stalled)
         ignore_job_signals()
         for number in (signal.SIGCHLD,) if self.stop_on_eof else (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, self._put_signal)
+            signal.signal(number, lambda received, _: self._signals.put(received))
         if self.stop_on_eof:
             self._selector.register(0, selectors.EVENT_READ, self._on_stdin)
         self._broker.start()
@@ -208,9 +208,6 @@ class RewardServer:
             json.dump(content, out)
         temporary.replace(self.pipes_file)
         _print_status({"ready": rewards, "pipes": str(self.pipes_file), **http})
-
-    def _put_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.put(number)
 
     def _on_signals(self) -> None:
         for number in self._signals.take_all():

@@ -13,37 +13,26 @@ from wfm_ds.evaluation.paired_statistics import adjust_holm, compare_scores, est
 NAN = math.nan
 
 
-def drawn(rng, prompts, seeds, effect, *, binary=False):
+def drawn(rng, prompts, seeds, effect):
     """Return scores [P, S] of the base and of another model. Prompts differ in difficulty and in the gain of the other
     model; a seed has the same effect on both models."""
     worth = rng.normal(size=(prompts, 1)) + rng.normal(size=(prompts, seeds))
     gain = effect + 0.6 * rng.normal(size=(prompts, 1))
     base, other = (worth + 0.5 * rng.normal(size=(prompts, seeds)) for _ in range(2))
-    return (base > 0, other + gain > 0) if binary else (base, other + gain)
+    return base, other + gain
 
 
-@pytest.mark.parametrize("prompts", [8, 20])
-def test_the_interval_over_prompts_has_its_coverage_and_one_over_images_does_not(prompts):
+def test_the_interval_over_prompts_has_its_coverage_and_one_over_images_does_not():
     rng, runs, effect = np.random.default_rng(0), 2000, 0.3
     covered = naive = 0
     for _ in range(runs):
-        base, other = drawn(rng, prompts, 4, effect)
+        base, other = drawn(rng, 8, 4, effect)
         found = compare_scores(base, other).estimate
         covered += found.low <= effect <= found.high
         gaps = (other - base).ravel()
         naive += abs(gaps.mean() - effect) <= 1.96 * gaps.std(ddof=1) / math.sqrt(len(gaps))
     assert 0.935 <= covered / runs <= 0.965  # within three standard errors for 2000 runs
     assert naive / runs < 0.88
-
-
-def test_the_interval_of_binary_scores_has_its_coverage():
-    rng, runs = np.random.default_rng(1), 2000
-    truth = float(np.mean([b.mean() - a.mean() for a, b in (drawn(rng, 400, 4, 0.3, binary=True) for _ in range(50))]))
-    estimates = [
-        compare_scores(*(side.astype(float) for side in drawn(rng, 20, 4, 0.3, binary=True))).estimate
-        for _ in range(runs)
-    ]
-    assert 0.93 <= np.mean([e.low <= truth <= e.high for e in estimates]) <= 0.975
 
 
 def test_it_is_the_t_test_of_scipy_on_prompt_means():

@@ -18,9 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.monitoring.media_files import encode_gif, save_mp4
-from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.types import MediaBatch
 from wfm_reward.config import HttpConfig, read_service_token
 from wfm_reward.web.json_protocol import parse_compute
 from wfm_reward.web.request_body import MemoryBudget, Reservation, check_token
@@ -104,18 +101,6 @@ def test_images_come_back_with_the_scores_of_each_reward(http):
     assert float(bright["duration"]) >= 0
     assert "failures" not in bright
     assert http.pull(content["uuid"], BRIGHTNESS)[1] == bright, "to pull changes nothing"
-
-
-def test_scores_equal_those_that_a_trainer_gets_over_zeromq(http, service):
-    media = images(5, seed=1)
-    recipe = RewardRecipe(functions=[{"name": "jpeg_incompressibility"}], spawn=False, endpoint=service[1]["pipes"])
-    client = RewardClient(recipe.endpoint, recipe, "run", "rank0")
-    ids = [f"s{i}" for i in range(5)]
-    client.submit(MediaBatch(media=media, sample_ids=ids, prompts=["a cat"] * 5, metadata=[{}] * 5))
-    want = [scores["jpeg_incompressibility"].value for scores in client.wait().values()]
-    client.close()
-    got = http.scores(asked(5, "jpeg_incompressibility"), media, "jpeg_incompressibility")
-    assert got["scores"]["jpeg_incompressibility"] == want
 
 
 def test_videos_are_sent_channels_first_with_their_frame_rate(http):
@@ -341,9 +326,9 @@ def test_junk_on_the_port_does_no_harm(service, http):
 # Plain JSON
 
 
-def encoded(picture, kind="PNG"):
+def encoded(picture):
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, kind)
+    Image.fromarray(picture).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 

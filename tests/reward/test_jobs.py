@@ -4,7 +4,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -33,28 +32,12 @@ def reserved(budget, num_bytes):
     return reservation
 
 
-@contextmanager
-def a_hub(tmp_path, handle, kind="score:mean"):
-    """Yield a broker with one worker in a thread."""
-    hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: TaskKind(60.0, {})})
-    hub.start()
-    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[kind])
-    thread = threading.Thread(target=worker.run, args=(handle,), daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        worker.stop()
-        thread.join(DEADLINE_S)
-        hub.stop(0.0)
-
-
 def means(task, _):
     return {"scores": [(float(t.mean()), None, {}) for t in task.read_tensors()]}
 
 
-def with_jobs(hub, ttl_s, use):
-    """Run `use(jobs, budget)` in an event loop."""
+def run_jobs(tmp_path, handle, use, ttl_s=1000.0, kind="score:mean", at_end=lambda: None):
+    """Run `use(jobs, budget)` in an event loop, next to a broker with one worker in a thread. Then call `at_end`."""
 
     async def main():
         jobs, budget = ScoreJobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), MemoryBudget(10000)
@@ -64,11 +47,22 @@ def with_jobs(hub, ttl_s, use):
         finally:
             await asyncio.to_thread(jobs.close)
 
-    asyncio.run(main())
+    hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: TaskKind(60.0, {})})
+    hub.start()
+    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[kind])
+    thread = threading.Thread(target=worker.run, args=(handle,), daemon=True)
+    thread.start()
+    try:
+        asyncio.run(main())
+    finally:
+        at_end()
+        worker.stop()
+        thread.join(DEADLINE_S)
+        hub.stop(0.0)
 
 
 async def until(condition):
-    """Wait for `condition`; the timeout of `with_jobs` applies."""
+    """Wait for `condition`; the timeout of `run_jobs` applies."""
     while not condition():
         await asyncio.sleep(0.01)
 
@@ -85,8 +79,7 @@ def test_media_are_freed_after_scoring_and_scores_are_kept(tmp_path):
         assert [value for value, _, _ in jobs.find_job(job.id).results["mean"].items] == [0.0, 1.0]
         assert job.info == {"of": 2}
 
-    with a_hub(tmp_path, means) as hub:
-        with_jobs(hub, 1000.0, use)
+    run_jobs(tmp_path, means, use)
 
 
 def test_a_new_job_removes_expired_jobs(tmp_path):
@@ -101,8 +94,7 @@ def test_a_new_job_removes_expired_jobs(tmp_path):
         assert problem.value.status == 404
         await until(lambda: second.finished_at_s is not None)
 
-    with a_hub(tmp_path, means) as hub:
-        with_jobs(hub, 1e-9, use)
+    run_jobs(tmp_path, means, use, ttl_s=1e-9)
 
 
 def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(tmp_path):
@@ -123,11 +115,7 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
         assert (values[0], failures[0]) == (0.0, None)
         await until(lambda: budget.reserved_bytes == 0)
 
-    with a_hub(tmp_path, handle) as hub:
-        try:
-            with_jobs(hub, 1000.0, use)
-        finally:
-            go_on.set()
+    run_jobs(tmp_path, handle, use, at_end=go_on.set)
 
 
 def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
@@ -151,8 +139,4 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
         assert await asyncio.to_thread(written.wait, DEADLINE_S)
         await until(lambda: not path.exists())
 
-    with a_hub(tmp_path, handle, "decode:16") as hub:
-        try:
-            with_jobs(hub, 1000.0, use)
-        finally:
-            go_on.set()
+    run_jobs(tmp_path, handle, use, kind="decode:16", at_end=go_on.set)

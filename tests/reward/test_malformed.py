@@ -8,10 +8,10 @@ import pytest
 import malformed
 from reward_http import TOKEN, Http, serving
 from wfm_reward.web.json_protocol import parse_compute
+from wfm_reward.web.request_body import MemoryBudget, Reservation
 from wfm_reward.web.requests import HttpProblem
 
 REWARD = "jpeg_incompressibility"
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,7 @@ def answer_to(video, data):
     """Return None if the file can be read, else the HttpProblem; raise any other exception."""
     body = {"prompt": ["x"], "rewards": [REWARD], "video" if video else "image": [base64.b64encode(data).decode()]}
     try:
-        parse_compute(memoryview(json.dumps(body).encode()), bounded(8 * MIB))
+        parse_compute(memoryview(json.dumps(body).encode()), Reservation(MemoryBudget(8 * 2**20)).grow)
     except HttpProblem as problem:
         return problem
     return None
-
-
-def bounded(most):
-    left = [most]
-
-    def take(num_bytes):
-        left[0] -= num_bytes
-        if left[0] < 0:
-            raise HttpProblem(413, "too_large", "more than the test allows")
-
-    return take

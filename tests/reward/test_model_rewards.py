@@ -1,5 +1,6 @@
 """Rewards from models with their own packages, tested with stubs of the packages' interfaces."""
 
+import io
 import sys
 import types
 
@@ -143,8 +144,6 @@ def test_video_align_takes_a_sum_of_outputs_and_a_checkout(monkeypatch, tmp_path
 def test_a_clip_file_is_nearly_lossless():
     frames = np.zeros((5, 33, 47, 3), np.uint8)
     frames[:, :16] = (200, 40, 90)
-    import io
-
     with av.open(io.BytesIO(encode_mp4(frames, 12.5))) as video:
         assert float(video.streams.video[0].average_rate) == 12.5
         read = np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
@@ -185,15 +184,9 @@ TWO_CATS, ONE_CAT = {"class": "cat", "count": 2}, {"class": "cat", "count": 1}
 
 
 def test_counts_are_graded_by_how_far_off_they_are():
-    for number, soft, correct, strict in (
-        (0, 0.0, 0, 0),
-        (1, 0.5, 0, 0),
-        (2, 1.0, 1, 1),
-        (3, 0.5, 1, 0),
-        (5, -0.5, 1, 0),
-    ):
+    for number, soft in ((0, 0.0), (1, 0.5), (2, 1.0), (3, 0.5), (5, -0.5)):
         got = verdict([one("cat", LEFT)] * number, [TWO_CATS])
-        assert (got.soft, got.correct, got.strict) == (soft, bool(correct), bool(strict)), number
+        assert (got.soft, got.correct, got.strict) == (soft, number >= 2, number == 2), number
 
 
 def test_colours_count_and_a_wrong_number_of_objects_makes_them_wrong():
@@ -311,13 +304,6 @@ def test_objects_are_cropped_to_the_box_on_a_grey_background():
     assert (cut[2:, :12] == (255, 0, 0)).all()
 
 
-@pytest.mark.parametrize(
-    ("detector", "says"),
-    [
-        ("nowhere:X", "cannot import 'nowhere'"),
-        ("wfm_reward.base:Reward", "no class 'Reward' that is a subclass of"),
-    ],
-)
-def test_an_invalid_detector_is_named(detector, says):
-    with pytest.raises(RewardError, match=says):
-        GenEval("cpu", detector=detector)
+def test_an_invalid_detector_is_named():
+    with pytest.raises(RewardError, match="no class 'Reward' that is a subclass of"):
+        GenEval("cpu", detector="wfm_reward.base:Reward")

@@ -67,7 +67,6 @@ def write_brightness(out: Path) -> int:
 
 parser = partial(
     data_parser,
-    "brightness",
     "Write the data of the brightness demo (action quickstart).",
     "new or empty folder for clips/ (SFT and RL) and held_out/",
 )

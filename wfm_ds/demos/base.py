@@ -9,8 +9,6 @@ from typing import ClassVar
 
 from wfm_ds.storage.json_lines import read_json_rows
 
-EvaluationMetrics = Mapping[str, float]
-
 
 class Demo(ABC):
     """A quickstart demo: its data, an untrained tiny model, and the SFT and RL recipes in recipes/NAME/."""
@@ -67,7 +65,7 @@ def find_sft_pipeline(run: Path) -> str:
     return load_stored_recipe(run / "recipe.yaml").model.path
 
 
-def load_evaluations(run: Path, tag: str) -> list[tuple[Path, EvaluationMetrics]]:
+def load_evaluations(run: Path, tag: str) -> list[tuple[Path, Mapping[str, float]]]:
     """Return (samples folder, metrics) of each evaluation of a run, in order.
 
     tag: name of a metric that every evaluation writes to metrics.jsonl.

@@ -71,7 +71,6 @@ def write_digits(out: Path) -> int:
 
 parser = partial(
     data_parser,
-    "digits",
     "Write the data of the digits demo (quickstart).",
     "new or empty folder for images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)",
 )

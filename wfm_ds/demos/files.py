@@ -16,8 +16,8 @@ import numpy.typing as npt
 from wfm_ds.errors import DataError
 
 
-def data_parser(name: str, description: str, out_dir_help: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog=f"wfm data {name}", description=description)
+def data_parser(description: str, out_dir_help: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=description)
     p.add_argument("out_dir", type=Path, help=out_dir_help)
     return p
 

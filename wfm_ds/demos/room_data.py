@@ -100,7 +100,6 @@ def write_room(out: Path) -> int:
 
 parser = partial(
     data_parser,
-    "room",
     "Write the data of the room demo: clips with camera paths.",
     "new or empty folder for clips/ (SFT and RL) and an example camera",
 )

@@ -60,7 +60,6 @@ def write_moving(out: Path) -> int:
 
 parser = partial(
     data_parser,
-    "moving",
     "Write the data of the moving-shapes demo (video quickstart).",
     "new or empty folder for videos/ (SFT) and prompts/ (RL)",
 )

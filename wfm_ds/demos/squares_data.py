@@ -93,7 +93,6 @@ def write_edits(out: Path) -> int:
 
 parser = partial(
     data_parser,
-    "squares",
     "Write the data of the squares demo: questions about coloured squares.",
     "new or empty folder for images/ and annotations.json",
 )

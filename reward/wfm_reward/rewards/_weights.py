@@ -45,6 +45,17 @@ def resolve_file(address: str) -> str:
     return str(hf_hub_download(repository, file))
 
 
+def load_torch_file(address: str, *, mmap: bool = False) -> dict[str, Any]:
+    """Load weights that `torch.save` wrote, from an address of `resolve_file`. Raises OSError or ValueError.
+
+    mmap: read the weights only when they are used. Files of old torch versions do not support this.
+    """
+    import torch
+
+    weights: dict[str, Any] = torch.load(resolve_file(address), map_location="cpu", weights_only=True, mmap=mmap)
+    return weights
+
+
 def load_lpips(reward: str, net: str, device: str, *, spatial: bool = False) -> Any:
     """Load LPIPS with the network alex, vgg or squeeze. It compares images [B,3,H,W] from -1 to 1.
 

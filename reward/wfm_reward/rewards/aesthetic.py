@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, Range, RewardError, Score
+from wfm_reward.base import UNBOUNDED, MediaBatch, RewardError, Score
 from wfm_reward.rewards._clip import ClipReward
-from wfm_reward.rewards._weights import load_pretrained, resolve_file
+from wfm_reward.rewards._weights import load_pretrained, load_torch_file
 
 LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published nn.Sequential; the rest is dropout
 
@@ -16,7 +15,7 @@ class Aesthetic(ClipReward):
     """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7. The prompt has no effect."""
 
     name = primary_output = "aesthetic"
-    outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
+    outputs: ClassVar = {"aesthetic": UNBOUNDED}
     hub_files: ClassVar = {"model": "model", "head": "file"}
 
     def __init__(
@@ -32,16 +31,10 @@ class Aesthetic(ClipReward):
         self.head = head
 
     def load(self) -> None:
-        import torch
         from torch import nn
 
         super().load()
-
-        def load_head(address: str) -> dict[str, Any]:
-            weights: dict[str, Any] = torch.load(resolve_file(address), map_location="cpu", weights_only=True)
-            return weights
-
-        weights = load_pretrained(self.name, "the head", self.head, load_head)
+        weights = load_pretrained(self.name, "the head", self.head, load_torch_file)
         size = self._clip.model.config.projection_dim
         try:
             layers = [

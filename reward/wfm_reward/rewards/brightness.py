@@ -76,9 +76,7 @@ class SeenAction(ItemReward):
         generator = np.random.Generator(np.random.PCG64(0))
         moves = np.stack([sample_moves(generator) for _ in range(NUM_CLIPS)])
         starts = generator.uniform(-MAX_START, MAX_START, NUM_CLIPS)
-        clips = [
-            render_frames(frame_brightness(start, clip_moves)) for start, clip_moves in zip(starts, moves, strict=True)
-        ]
+        clips = [render_frames(frame_brightness(*clip)) for clip in zip(starts, moves, strict=True)]
         features = np.concatenate([move_features(clip) for clip in clips])
         self._classifier: Any = KNeighborsClassifier(NEIGHBOURS).fit(features, moves.reshape(-1))
 

@@ -7,18 +7,22 @@ qwen2_5_vl_trainer.py, inference_edit.py, config/EditReward-MiMo-VL-7B-SFT-2508.
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
-from wfm_reward.rewards._weights import load_pretrained, resolve_file, to_pil_images, torch_dtype
+from wfm_reward.base import UNBOUNDED, ItemReward, MediaItem, RewardError, Score
+from wfm_reward.rewards._weights import (
+    load_pretrained,
+    load_torch_file,
+    resolve_file,
+    to_pil_images,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-UNBOUNDED = Range(-math.inf, math.inf)
 REWARD_TOKEN = "<|Reward|>"  # its hidden state is the input of the heads
 IMAGE_PIXELS = 256 * 28 * 28  # every image is resized to about this size
 HEAD_WIDTHS = (1024, 16, 2)  # output: mean and log std of the predicted preference
@@ -168,14 +172,11 @@ def read_constant(path: Path, name: str) -> str:
 def read_weights(address: str) -> dict[str, Tensor]:
     """Read the weights of a .safetensors or .pth file. Raises OSError or ValueError if that fails."""
     path = resolve_file(address)
-    if path.endswith(".safetensors"):
-        from safetensors.torch import load_file
+    if not path.endswith(".safetensors"):
+        return load_torch_file(path, mmap=True)
+    from safetensors.torch import load_file
 
-        return load_file(path)
-    import torch
-
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return weights
+    return load_file(path)
 
 
 def build_network(config: Any, weights: Mapping[str, Tensor], dtype: Any) -> tuple[Any, nn.ModuleDict]:

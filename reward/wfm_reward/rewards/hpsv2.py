@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, Range, Score
 from wfm_reward.rewards._clip import ClipModel, ClipReward
-from wfm_reward.rewards._weights import load_pretrained, resolve_file, torch_dtype
+from wfm_reward.rewards._weights import load_pretrained, load_torch_file, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +74,10 @@ class HpsV2(ClipReward):
 
 class _OpenClipModel(ClipModel):
     def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
-        import torch
         from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
         def load_weights(address: str) -> dict[str, Any]:
-            saved = torch.load(resolve_file(address), map_location="cpu", weights_only=True)
+            saved = load_torch_file(address)
             return convert_to_transformers(saved.get("state_dict", saved))
 
         config = load_pretrained(reward, "the configuration of", base, CLIPConfig.from_pretrained)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
+from wfm_reward.base import UNBOUNDED, MediaBatch, Reward, RewardError, Score
 from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
@@ -20,7 +19,7 @@ class HpsV3(Reward):
     name = primary_output = "hpsv3"
     backbone = "Qwen2-VL"
     media_types = frozenset({"image"})
-    outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
+    outputs: ClassVar = {"hpsv3": UNBOUNDED, "sigma": UNBOUNDED}
     download_note = "the package hpsv3 downloads its weights when the reward starts"
 
     def __init__(

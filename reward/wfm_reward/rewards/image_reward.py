@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, Range, Reward, Score
+from wfm_reward.base import UNBOUNDED, MediaBatch, Reward, Score
 from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
@@ -17,7 +16,7 @@ class ImageReward(Reward):
 
     name = primary_output = "image_reward"
     media_types = frozenset({"image"})
-    outputs: ClassVar = {"image_reward": Range(-math.inf, math.inf)}
+    outputs: ClassVar = {"image_reward": UNBOUNDED}
     download_note = "the package image-reward downloads its weights when the reward starts"
 
     def __init__(

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.base import UNBOUNDED, MediaBatch, MediaItem, Reward, RewardError, Score
 from wfm_reward.http_client import HttpClient, HttpRequestError, HttpResponse, check_reply, check_url, pause
 
 VARIABLE_PREFIXES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of variables; the last two are old names
@@ -33,7 +33,7 @@ class Remote(Reward):
 
     name = primary_output = "remote"
     media_types = frozenset({"image", "video"})
-    outputs: ClassVar = {"remote": Range(-math.inf, math.inf)}
+    outputs: ClassVar = {"remote": UNBOUNDED}
     label_option = "reward"
     stall_s = 660.0
 

@@ -6,18 +6,16 @@ Install the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo) in 
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.base import UNBOUNDED, MediaBatch, MediaItem, Reward, RewardError, Score
 from wfm_reward.rewards._vlm import encode_mp4
 from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 OUTPUTS = {"overall_reward": "Overall", "vq_reward": "VQ", "mq_reward": "MQ", "ta_reward": "TA"}
-UNBOUNDED = Range(-math.inf, math.inf)
 
 
 class VideoAlign(Reward):
