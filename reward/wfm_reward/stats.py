@@ -56,8 +56,7 @@ class ScoredSample:
     sample_id: str
     prompt: str
     image: npt.NDArray[np.uint8]  # thumbnail [h,w,3]: every n-th pixel
-    value: float | None
-    failure: str | None
+    value: float | None  # None if scoring failed
     parts: Mapping[str, float]
 
 
@@ -149,8 +148,8 @@ def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSam
         return None
     step = -(-max(height, width) // THUMBNAIL)
     image = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
-    row, (value, failure, parts) = ended.rows[0], score
-    return ScoredSample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, failure, dict(parts))
+    row, (value, _, parts) = ended.rows[0], score
+    return ScoredSample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, dict(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,14 +93,10 @@ def actions_folder(tmp_path, monkeypatch):
             write_video(folder / row["file"], np.full((NUM_FRAMES, HEIGHT, WIDTH, 3), 100 * step + k, np.uint8), 8)
         write_json_rows(folder / "samples.jsonl", rows)
     parts = {"mean": 0.1, "following/mean": 0.2, "still/mean": 0.3, "residual/mean": 0.4}
-    write_metrics(
-        run,
-        *(
-            {"step": step, "val/held_out/seen_action/mean": 0.5 + step / 10}
-            | {f"val/reward/brightness/{name}": value + step / 10 for name, value in parts.items()}
-            for step in (0, 2)
-        ),
-    )
+    values = {f"val/reward/brightness/{name}": value for name, value in parts.items()}
+    values["val/held_out/seen_action/mean"] = 0.5
+    rows = [{"step": k} | {name: value + k / 10 for name, value in values.items()} for k in (0, 2)]
+    write_metrics(run, *rows)
     return tmp_path
 
 

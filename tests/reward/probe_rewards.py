@@ -52,14 +52,6 @@ class Labelled(Brightness):
     name, required_metadata = "labelled", ("label",)
 
 
-class Demanding(Brightness):
-    name = "demanding"
-
-    def __init__(self, device="cpu", *, model, **options):
-        super().__init__(device, **options)
-        self.model = model
-
-
 class Moody(Brightness):
     """Behaves as the prompt says, e.g. hangs, dies or raises."""
 

@@ -48,7 +48,7 @@ def test_another_trajectory_and_a_short_step_lower_the_score():
     assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # the error grows linearly over one of two moves
 
 
-def test_correct_mean_brightness_of_wrong_frames_gets_no_reward():
+def test_wrong_frames_of_correct_mean_brightness_or_of_wrong_size_get_no_reward():
     frames = render_frames(frame_brightness(0.0, MOVES)).astype(int)
     stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((9, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
@@ -56,11 +56,9 @@ def test_correct_mean_brightness_of_wrong_frames_gets_no_reward():
     assert score.parts["following"] == 1
     assert score.value < 0  # the reward itself is not fooled: it compares pixels
     assert scored(loaded("seen_action"), fooled, actions=encode_actions(MOVES)).value == 0
-
-
-def test_a_video_of_another_world_fails_by_name():
-    score = scored(loaded("brightness"), np.zeros((9, 8, 8, 3), np.uint8), actions=encode_actions(MOVES))
-    assert "the video has shape [9, 8, 8, 3], not [9, 8, 16, 3]" in score.failure
+    for name in ("brightness", "seen_action"):
+        narrow = scored(loaded(name), fooled[:, :, :8], actions=encode_actions(MOVES))
+        assert "the video has shape [9, 8, 8, 3], not [9, 8, 16, 3]" in narrow.failure
 
 
 def test_following_of_actions_is_a_mean_over_transitions():

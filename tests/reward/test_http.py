@@ -85,13 +85,11 @@ def test_images_come_back_with_the_scores_of_each_reward(http):
     fields["reward_fn"]["no_such"] = 0
     status, content, _ = http.enqueue(fields, media)
     assert status == 200
-    answers = {}
-    for name in (BRIGHTNESS, "jpeg_incompressibility"):
-        while name not in answers:
-            status, answer, _ = http.pull(content["uuid"], name)
-            assert status in (200, 400)
-            answers |= {name: answer} if status == 200 else {}
-    bright = answers[BRIGHTNESS]
+    for name in ("jpeg_incompressibility", BRIGHTNESS):
+        while (answer := http.pull(content["uuid"], name))[0] == 400:
+            pass
+        status, bright, _ = answer
+        assert status == 200
     assert bright["type"] == BRIGHTNESS
     assert bright["scores"]["brightness"] == pytest.approx(list(media.mean(axis=(1, 2, 3)) / 255))
     assert bright["scores"]["darkest"] == [float(m.min()) for m in media]

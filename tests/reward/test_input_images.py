@@ -1,5 +1,6 @@
-"""Input images reach rewards unchanged, next to images and videos, with and without recordings."""
+"""Input images reach rewards unchanged, next to images and videos, with and without recordings and sound."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout import rewards
 from wfm_ds.rollout.rewards import RewardClient, submit_finite_samples
-from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
+from wfm_ds.transport.arrays import append_sound, pack_arrays, unpack_arrays
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.types import MediaBatch, Prompt
@@ -93,13 +94,23 @@ def test_a_service_that_does_not_know_input_images_is_refused():
             broker.stop(0.0)
 
 
-def test_malformed_images_fail_the_task():
-    row = {"id": "s", "prompt": "", "metadata": {}, "fps": None}
-    for names, frames in (([], 3), (["a", "a"], 3), (["a"], 1), (["a", 1], 3), ("a", 3)):
-        tensor = np.zeros((frames, 4, 4, 3), np.uint8)
-        found = _read_rows(SimpleNamespace(rows=[row | {"images": names}], read_tensors=lambda t=tensor: [t]))
-        assert "row 0: " in str(found)
-        assert "images" in str(found)
+def read_row(tensor, **fields):
+    row = {"id": "s", "prompt": "", "metadata": {}, "fps": 8.0, **fields}
+    return _read_rows(SimpleNamespace(rows=[row], read_tensors=lambda: [tensor]))
+
+
+def test_malformed_images_references_and_sounds_fail_the_task():
+    video, sound = draw_images(7, 7, H, W), np.random.default_rng(0).uniform(-1, 1, (2, 40)).astype(np.float32)
+    for names in ([], ["a", "a"], list("abcdefg"), ["a", 1], "a"):
+        assert re.match("row 0: .*images", str(read_row(video, images=names)))
+    for count in (0, -1, 4, True, 1.0, "2"):
+        assert "wrong number of reference frames" in str(read_row(video, reference=count))
+    tensor = append_sound(video, sound)
+    for shape, rate in (([2, 4000], 8000), ([0, 40], 8000), ("2,40", 8000), ([2, 40], None), ([2, 40], 8000.0)):
+        assert "sound" in str(read_row(tensor, sound=shape, sound_rate=rate))
+    ((item, frames),) = read_row(tensor, sound=[2, 40], sound_rate=8000, reference=3)
+    for found, expected in ((frames, video[:4]), (item["reference"], video[4:]), (item["sound"], sound)):
+        np.testing.assert_array_equal(found, expected)
     with pytest.raises(ValueError, match="1 inputs, 0 references, 2 images, 0 sounds do not match 1 samples"):
         MediaBatch(
             media=draw_images(0, 1, H, W), sample_ids=["a"], prompts=[""], metadata=[{}], inputs=[{}], images=[{}, {}]
