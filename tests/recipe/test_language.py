@@ -6,7 +6,7 @@ from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.memory.advice import suggest_keys_after_oom
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm
+from wfm_ds.recipe.algorithms import VlmSftAlgorithm
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.runs.model_revision import set_revision
 

@@ -31,13 +31,11 @@ SET_BY_RECIPE = {
     "optimizer": "optimizer",
     "scheduler": "optimizer.schedule",
 }
-SET_BY_TRAINER = {
+UNSUPPORTED_KEYS = {
     "train_batch_size": "it is derived from micro-batch size, accumulation and ranks",
     "steps_per_print": "the trainer writes its own log",
     "timers": "the trainer has its own timers, which do not synchronize the device",
     "zero_allow_untested_optimizer": "the trainer sets it",
-}
-UNSUPPORTED_KEYS = {
     "hybrid_engine": "it is for text generation",
     "compile": "DeepCompile is not tested with wfm_ds",
     "compression_training": "quantized weights are not tested with wfm_ds",
@@ -60,27 +58,11 @@ UNSUPPORTED_KEYS = {
 KNOWN_KEYS = frozenset({"zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "wall_clock_breakdown"})
 KNOWN_ZERO_KEYS = frozenset(
     {
-        "stage",
-        "contiguous_gradients",
-        "overlap_comm",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "round_robin_gradients",
-        "ignore_unused_parameters",
-        "offload_param",
-        "offload_optimizer",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_module_granularity_threshold",
-        "zero_hpz_partition_size",
-        "memory_efficient_linear",
-        "log_trace_cache_warnings",
-        "leaf_module",
+        *("stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "leaf_module"),
+        *("allgather_partitions", "allgather_bucket_size", "round_robin_gradients", "ignore_unused_parameters"),
+        *("offload_param", "offload_optimizer", "sub_group_size", "zero_hpz_partition_size", "memory_efficient_linear"),
+        *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_module_granularity_threshold"),
+        *("stage3_max_live_parameters", "stage3_max_reuse_distance", "log_trace_cache_warnings"),
     }
 )
 
@@ -169,9 +151,6 @@ def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
     if taken:
         hints = ", ".join(f"{key} (set {SET_BY_RECIPE[key]} in the recipe)" for key in taken)
         raise RecipeError(f"{source}: remove {hints}")
-    for key, reason in SET_BY_TRAINER.items():
-        if key in from_json:
-            raise RecipeError(f"{source}: remove {key}: {reason}")
     _reject_unknown_keys(from_json, KNOWN_KEYS, "", source)
     zero = from_json.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3) or isinstance(zero["stage"], bool):
@@ -195,14 +174,14 @@ def check_combinations(
 ) -> None:
     lora = recipe.lora is not None
     copies = ", ".join(sorted(policy_copies(policies, lora=lora)))
-    devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
-    if "nvme" in devices.values() and copies:
+    devices = [_offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")]
+    if "nvme" in devices and copies:
         raise RecipeError(f"{source}: offload to nvme does not support weight copies ({copies}): use cpu")
-    if any(devices.values()) and recipe.algorithm.list_teachers():
+    if any(devices) and recipe.algorithm.list_teachers():
         raise RecipeError(f"{source}: {recipe.algorithm.name} does not support offload yet: use zero2 or zero3")
-    if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
+    if any(devices) and from_json.get("zero_force_ds_cpu_optimizer", True):
         raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
-    if any(devices.values()) and recipe.optimizer.name != "adamw":
+    if any(devices) and recipe.optimizer.name != "adamw":
         raise RecipeError(
             f"{source}: with offload the moments are on the host, so optimizer.name: {recipe.optimizer.name} saves no "
             "GPU memory: set it to adamw, or use zero2 or zero3"

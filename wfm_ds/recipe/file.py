@@ -214,10 +214,6 @@ def convert_old_names(tree: RecipeTree) -> None:
     algorithm = section_values(tree, "algorithm")
     if algorithm.get("name") == "dgpo" and "clip_ratio" not in algorithm:
         algorithm |= OLD_DGPO
-    remove_old_batch_sizes(tree)
-
-
-def remove_old_batch_sizes(tree: RecipeTree) -> None:
     for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
         rewards = section_values(tree, section).get(key)
         for reward in rewards if isinstance(rewards, list) else []:

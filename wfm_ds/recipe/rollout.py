@@ -1,13 +1,14 @@
-"""Schema of the recipe section `rollout`. docs/recipes.md is generated from the docstrings."""
+"""Schema of the recipe sections `rollout` and `validation`. docs/recipes.md is generated from the docstrings."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import Section, UserPath
-from wfm_ds.recipe.sections import BasePrecision
+from wfm_ds.recipe.data import EpisodeSlice
+from wfm_ds.recipe.section import Section, Seed, UserAddress, UserPath
+from wfm_ds.recipe.sections import BasePrecision, HeldOutReward
 
 MAX_CHUNK = 32  # samples that a worker generates as one task: their scores fit into the header of one message
 
@@ -97,3 +98,54 @@ class RolloutRecipe(Section):
         if self.keys is not None and self.bind == "ipc":
             raise ValueError("keys needs a tcp:// address: set bind to one, or remove keys")
         return self
+
+
+def _expand_reward_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ValidationRecipe(Section):
+    """Periodic evaluation with the same prompts and seeds in every step and run, and with any number of ranks.
+    Evaluations use the EMA weights if the recipe has a section `ema`."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end and, with
+    `at_start`, at the start."""
+    at_start: bool = True
+    """Also evaluate before the first step."""
+    prompts: UserPath | None = None
+    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. For samples conditioned on
+    frames: captions and first frames from `path`; if it is unset, from the held-out data; if there is none, from the
+    training data."""
+    num_prompts: PositiveInt = 16
+    """Number of prompts, from the start of the list. SFT and DPO without `held_out_rewards` generate at most
+    `logging.num_samples` samples."""
+    seeds: list[Seed] = Field(default=[1000001], min_length=1)
+    """Noise seeds. Each prompt is sampled once per seed."""
+    clips: Annotated[int, Field(ge=1, le=99)] = 1
+    """Number of clips per sample, for samples conditioned on frames. Each clip has `sampling.num_frames` frames and
+    continues the last frames of the clip before it, with the next actions or camera poses. Scores are reported for each
+    clip, together with the similarity to the recorded video (docs/long_videos.md). Videos in the data that are too
+    short for all clips are skipped."""
+    rollout_correlation: bool = False
+    """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
+    of the two rewards (docs/choosing.md)."""
+    held_out_rewards: list[
+        Annotated[HeldOutReward, BeforeValidator(_expand_reward_name, json_schema_input_type=str | HeldOutReward)]
+    ] = Field(default=[])
+    """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
+    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Held-out rewards are computed by
+    the service at `reward.endpoint` if that is set, else by the trainer's service."""
+    path: UserAddress | None = None
+    """Validation data in the format of `data.kind` (for `kind: sets`: a folder or LeRobot datasets), for the validation
+    loss (SFT, DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL,
+    the training data."""
+    episodes: EpisodeSlice | None = None
+    """Episodes of `data.kind: lerobot` to validate on instead of the `holdout` fraction, by their order: `-500:` for
+    the last 500. They are not trained on."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id (lerobot:
+    of the episode)."""
+    num_images: PositiveInt = 64
+    """SFT and DPO: number of samples for the validation loss, each at eight noise levels. The samples are ordered by
+    id, and the first ones are used."""

@@ -38,26 +38,17 @@ class RunSizes:
     def summary_lines(self) -> list[str]:
         shared = self.sequence_parallel > 1
         replicas, unit = (f" ({self.replicas_text})", "replica") if shared else ("", "rank")
+        candidates = f"candidates per step        {self.candidates_per_step} ({self.candidates_per_rank} per {unit})"
+        own = self.updates_per_step - self.extra_updates_per_step
+        extra = f", after {self.extra_updates_per_step} of the fake score" if self.extra_updates_per_step else ""
         return [
             f"ranks                      {self.world_size}{replicas}",
             f"samples per step           {self.samples_per_step} ({self.samples_per_rank} per {unit})",
-            *self._candidate_lines(unit),
+            *([candidates] if self.candidates_per_step else []),
             f"{f'loss terms per {unit}':<27}{self.terms_per_rank} per optimizer step, {self.accumulation} "
             "micro-batches",
-            f"optimizer steps            {self._update_counts}",
+            f"optimizer steps            {self.total_updates} ({own} per step{extra})",
         ]
-
-    @property
-    def _update_counts(self) -> str:
-        if self.extra_updates_per_step == 0:
-            return f"{self.total_updates} ({self.updates_per_step} per step)"
-        own = self.updates_per_step - self.extra_updates_per_step
-        return f"{self.total_updates} ({own} per step, after {self.extra_updates_per_step} of the fake score)"
-
-    def _candidate_lines(self, unit: str) -> list[str]:
-        if not self.candidates_per_step:
-            return []
-        return [f"candidates per step        {self.candidates_per_step} ({self.candidates_per_rank} per {unit})"]
 
     @property
     def replicas_text(self) -> str:
@@ -89,14 +80,8 @@ def derive_run_sizes(recipe: Recipe, world_size: int) -> RunSizes:
     set in RL.
     """
     replicas = num_replicas(recipe, world_size)
-    return (
-        _derive_rl_sizes(recipe, world_size, replicas)
-        if recipe.is_rl
-        else _derive_supervised_sizes(recipe, world_size, replicas)
-    )
-
-
-def _derive_supervised_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes:
+    if recipe.is_rl:
+        return _derive_rl_sizes(recipe, world_size, replicas)
     per_rank = recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
     return RunSizes(
         world_size=world_size,

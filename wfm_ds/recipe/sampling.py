@@ -250,13 +250,10 @@ class SamplingRecipe(Section):
     def _check_grids(self) -> SamplingRecipe:
         if self.eval_grid == "even" and self.eval_solver == "dpm2":
             raise ValueError("eval_grid: even does not work with eval_solver: dpm2: set eval_solver to ode")
-        if self.eval_solver == "cps":
-            self._check_noisy_evaluation()
         if self.grid_shift is not None and self.grid == self.eval_grid == "stock":
             raise ValueError("grid_shift has no effect on stock levels: set grid or eval_grid to even, or remove it")
-        return self
-
-    def _check_noisy_evaluation(self) -> None:
+        if self.eval_solver != "cps":
+            return self
         if self.eval_grid != "even":
             raise ValueError("eval_solver: cps needs eval_grid: even, because exports contain a scheduler for it")
         if self.solver != "cps" or self.noise_level != CPS_EVAL_NOISE:
@@ -266,6 +263,7 @@ class SamplingRecipe(Section):
             )
         if self.eval_steps < 2:
             raise ValueError("eval_solver: cps needs at least 2 eval_steps, because the last one adds no noise")
+        return self
 
     def expert_guidance_scale(self, expert: int) -> float:
         """Return the guidance scale of an expert. 1 is the low-noise expert of a model with two experts."""
@@ -310,22 +308,8 @@ class SamplingRecipe(Section):
     @property
     def churn_settings(self) -> dict[str, float]:
         """Churn settings {key: value} of the EDM solvers, with defaults for unset keys."""
-        return {
-            key: default if getattr(self, key) is None else getattr(self, key)
-            for key, default in CHURN_DEFAULTS.items()
-        }
-
-    @model_validator(mode="after")
-    def _check_churn(self) -> SamplingRecipe:
-        if self.solver not in EDM_SOLVERS:
-            if unread := self.non_default_keys(*CHURN_DEFAULTS):
-                raise ValueError(
-                    f"solver {self.solver} does not read {' and '.join(unread)}: set solver to "
-                    f"{' or '.join(EDM_SOLVERS)}, or remove them"
-                )
-        elif self.churn_settings["s_t_min"] >= self.churn_settings["s_t_max"]:
-            raise ValueError(f"s_t_min {self.s_t_min} must be below s_t_max {self.s_t_max}")
-        return self
+        own = {key: getattr(self, key) for key in CHURN_DEFAULTS}
+        return CHURN_DEFAULTS | {key: value for key, value in own.items() if value is not None}
 
     @model_validator(mode="after")
     def _check_noise(self) -> SamplingRecipe:
@@ -334,7 +318,14 @@ class SamplingRecipe(Section):
                 raise ValueError(
                     f"solver {self.solver} does not read {' and '.join(unread)}: set s_churn, or remove them"
                 )
+            if self.churn_settings["s_t_min"] >= self.churn_settings["s_t_max"]:
+                raise ValueError(f"s_t_min {self.s_t_min} must be below s_t_max {self.s_t_max}")
             return self
+        if unread := self.non_default_keys(*CHURN_DEFAULTS):
+            raise ValueError(
+                f"solver {self.solver} does not read {' and '.join(unread)}: set solver to "
+                f"{' or '.join(EDM_SOLVERS)}, or remove them"
+            )
         if not self.is_stochastic:
             if unread := self.non_default_keys("noise_level", "window", "same_noise"):
                 raise ValueError(

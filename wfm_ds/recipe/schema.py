@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import model_validator
@@ -17,8 +16,7 @@ from wfm_ds.recipe.algorithms import (
     VlmSftAlgorithm,
 )
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.recipe.monitoring_sections import LoggingRecipe, ValidationRecipe
-from wfm_ds.recipe.rollout import RolloutRecipe
+from wfm_ds.recipe.rollout import RolloutRecipe, ValidationRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
 from wfm_ds.recipe.sections import (
@@ -27,6 +25,7 @@ from wfm_ds.recipe.sections import (
     EmaRecipe,
     EngineRecipe,
     ExportRecipe,
+    LoggingRecipe,
     LoraRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -95,8 +94,7 @@ class Recipe(Section):
     @property
     def held_out_reward_settings(self) -> RewardRecipe | None:
         """A `reward` section with the held-out rewards and the run's service settings, or None if there are none."""
-        functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
-        if not functions:
+        if not (functions := [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]):
             return None
         service = self.reward or RewardRecipe(functions=functions)
         return service.model_copy(update={"functions": functions, "clip": None, "scale": 1.0})
@@ -161,17 +159,14 @@ class Recipe(Section):
         self._check_required_sections()
         self._check_data_kind()
         self._check_unread_keys()
-        self._check_noisy_evaluation()
         self._check_streaming()
         self.algorithm.check_recipe(self)
-        self._check_validation_prompts()
+        self._check_conditioning_frames()
         self._check_sources()
         self._check_trajectories()
         self._check_sample_selection()
-        if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
-            self._check_cuda_graph()
         check_weights(self)
-        self._check_checkpointing()
+        self._check_kernels()
         self._check_held_out_rewards()
         if self.all_reward_settings is not None:
             self._check_reward_timeouts(self.all_reward_settings)
@@ -220,18 +215,6 @@ class Recipe(Section):
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
 
-    def _check_noisy_evaluation(self) -> None:
-        """Raise ValueError if exports of noisy steps would not work in diffusers.
-
-        With noisy steps, the Cosmos pipelines of diffusers would also add noise to conditioning frames. The SANA-WM
-        pipeline would compute clean latents from a velocity with the wrong sign.
-        """
-        if self.sampling.eval_solver == "cps" and self.algorithm.conditioning_frame_range[1] > 0:
-            raise ValueError(
-                "sampling.eval_solver: cps does not work with conditioning frames: set it to ode, or remove "
-                "algorithm.max_num_conditional_frames"
-            )
-
     def _check_streaming(self) -> None:
         if not self.data.streaming:
             return
@@ -243,15 +226,21 @@ class Recipe(Section):
                 "validation.holdout: 0 and validation.prompts"
             )
 
-    def _check_validation_prompts(self) -> None:
-        least = self.algorithm.conditioning_frame_range[0]
+    def _check_conditioning_frames(self) -> None:
+        least, most = self.algorithm.conditioning_frame_range
+        # With noisy steps, the Cosmos pipelines of diffusers would also add noise to conditioning frames. The SANA-WM
+        # pipeline would compute clean latents from a velocity with the wrong sign.
+        if self.sampling.eval_solver == "cps" and most > 0:
+            raise ValueError(
+                "sampling.eval_solver: cps does not work with conditioning frames: set it to ode, or remove "
+                "algorithm.max_num_conditional_frames"
+            )
         if least and self.validation.prompts is not None:
             raise ValueError(
                 f"validation.prompts has no frames, but every sample needs conditioning frames "
                 f"(algorithm.min_num_conditional_frames {least}): remove it, and set validation.path"
             )
-
-        if self.validation.clips > 1 and self.algorithm.conditioning_frame_range[1] == 0:
+        if self.validation.clips > 1 and most == 0:
             raise ValueError(
                 f"validation.clips {self.validation.clips} continues clips by conditioning frames: set "
                 "algorithm.max_num_conditional_frames, or remove it"
@@ -310,14 +299,10 @@ class Recipe(Section):
         if not self.is_rl:
             return
         algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
-        chosen_by = [
-            *(["sampling.explore"] if explore else []),
-            *(["rollout.max_refills"] if rollout.max_refills else []),
-        ]
-        for key in chosen_by:
-            if self.is_async:
+        for key, is_set in (("sampling.explore", explore), ("rollout.max_refills", rollout.max_refills)):
+            if is_set and self.is_async:
                 raise ValueError(f"{key} is only for colocated rollouts: remove it, or set rollout.mode: colocated")
-            if self.data.kind != "prompts":
+            if is_set and self.data.kind != "prompts":
                 raise ValueError(f"{key} is only for data.kind: prompts, not {self.data.kind}: remove it")
         if explore is None:
             return
@@ -341,14 +326,13 @@ class Recipe(Section):
                 f"{rollout.group_size} even"
             )
 
-    def _check_cuda_graph(self) -> None:
-        if self.engine.sequence_parallel > 1:
+    def _check_kernels(self) -> None:
+        records_graphs = self.rollout is not None and self.rollout.cuda_graph and not self.is_async
+        if records_graphs and self.engine.sequence_parallel > 1:
             raise ValueError(
                 "rollout.cuda_graph: a graph cannot contain the communication between the ranks of a replica: remove "
                 "the key, or set engine.sequence_parallel: 1"
             )
-
-    def _check_checkpointing(self) -> None:
         if self.model.gradient_checkpointing != "attention":
             return
         if self.algorithm.trains_language:
@@ -390,52 +374,40 @@ class Recipe(Section):
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class ConditionalKeys:
-    """Keys of a recipe section that may be set only if `is_read(recipe)` is true."""
-
-    section: str
-    keys: tuple[str, ...]
-    is_read: Callable[[Recipe], bool]
-
-
 # A table, not one recipe class per kind of run: resolved recipes contain all keys, and most code handles all kinds.
-CONDITIONAL_KEYS = (
-    ConditionalKeys("data", ("name", "choose"), lambda recipe: recipe.data.kind == "prompts"),
-    ConditionalKeys("data", ("split",), lambda recipe: recipe.data.kind in ("prompts", "hf", "folder")),
-    ConditionalKeys(
+CONDITIONAL_KEYS: tuple[tuple[str, tuple[str, ...], Callable[[Recipe], bool]], ...] = (
+    ("data", ("name", "choose"), lambda recipe: recipe.data.kind == "prompts"),
+    ("data", ("split",), lambda recipe: recipe.data.kind in ("prompts", "hf", "folder")),
+    (
         "data",
         ("fps", "allow_repeats", "clip", "crop", "video_resize", "buckets", "max_upscale", "cache_latents", "inputs"),
         lambda recipe: recipe.data.kind not in ("prompts", "llava"),
     ),
-    ConditionalKeys(
-        "data", ("caption_dropout",), lambda recipe: not recipe.is_rl and recipe.data.kind not in ("prompts", "llava")
-    ),
-    ConditionalKeys(
+    ("data", ("caption_dropout",), lambda recipe: not recipe.is_rl and recipe.data.kind not in ("prompts", "llava")),
+    (
         "data",
         ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video"),
         lambda recipe: recipe.data.kind == "llava",
     ),
-    ConditionalKeys(
-        "sampling", ("solver", "noise_level", "window", "explore", "same_noise"), lambda recipe: recipe.is_rl
-    ),
-    ConditionalKeys(
+    ("sampling", ("solver", "noise_level", "window", "explore", "same_noise"), lambda recipe: recipe.is_rl),
+    (
         "validation",
         ("prompts", "num_prompts", "seeds", "clips", "held_out_rewards"),
         lambda recipe: not recipe.algorithm.trains_language,
     ),
-    ConditionalKeys("validation", ("rollout_correlation",), lambda recipe: recipe.uses_rewards),
-    ConditionalKeys(
+    ("validation", ("rollout_correlation",), lambda recipe: recipe.uses_rewards),
+    (
         "validation",
         ("path",),
         lambda recipe: (
             not recipe.is_rl or recipe.algorithm.conditioning_frame_range[1] > 0 or bool(recipe.data.media_inputs)
         ),
     ),
-    ConditionalKeys("validation", ("episodes",), lambda recipe: recipe.data.kind == "lerobot"),
-    ConditionalKeys("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),
-    ConditionalKeys("logging", ("sample_every",), lambda recipe: not recipe.algorithm.trains_language),
+    ("validation", ("episodes",), lambda recipe: recipe.data.kind == "lerobot"),
+    ("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),
+    ("logging", ("sample_every",), lambda recipe: not recipe.algorithm.trains_language),
 )
+"""(section, keys, is_read): the keys may be set only if is_read(recipe) is true."""
 ASYNC_KEYS = (
     *("max_staleness", "base_precision", "spawn", "devices", "bind", "keys", "policy_folder", "in_flight"),
     *("worker_timeout_s", "timeout_s"),
@@ -446,10 +418,10 @@ ASYNC_KEYS = (
 def list_unread_keys(recipe: Recipe) -> list[str]:
     """Return each `section.key` that is set although this recipe does not read it."""
     return [
-        f"{group.section}.{key}"
-        for group in CONDITIONAL_KEYS
-        if not group.is_read(recipe)
-        for key in getattr(recipe, group.section).non_default_keys(*group.keys)
+        f"{section}.{key}"
+        for section, keys, is_read in CONDITIONAL_KEYS
+        if not is_read(recipe)
+        for key in getattr(recipe, section).non_default_keys(*keys)
     ]
 
 

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,9 +23,9 @@ from wfm_ds.recipe.section import CLASS_PATTERN
 from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path, shorten_text
 from wfm_ds.user_class import CLASS_PATH_FORM
 
-BOUND_SYMBOLS = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")} | {
-    annotated_types.Lt: ("lt", "<"),
-    annotated_types.Le: ("le", "<="),
+BOUND_SYMBOLS: dict[Any, tuple[str, str]] = {
+    **{annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")},
+    **{annotated_types.Lt: ("lt", "<"), annotated_types.Le: ("le", "<=")},
 }
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 MAX_SHOWN_CHARACTERS = 60
@@ -192,10 +192,6 @@ def format_value(value: Any) -> str:
     return shorten_text(repr(value), MAX_SHOWN_CHARACTERS)
 
 
-def closest_match(word: str, valid: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6)), None)
-
-
 def iterate_sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
     """Yield (key path, title, Section class) of every section in schema order, parents before children.
 
@@ -236,18 +232,10 @@ def find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tup
             for misread in find_misread_values(s, entry, (*path, key))
         ]
     allowed = scalar_types(slot)
-    if (
-        isinstance(value, int | float)
-        and int in allowed
-        and float not in allowed
-        and MAX_INTEGER < abs(value) < math.inf
-    ):
-        return [
-            (
-                path,
-                f"{join_key_path(path)}: expected {describe_type(slot)}, at most 2**63 - 1, got {format_value(value)}",
-            )
-        ]
+    is_whole = isinstance(value, int | float) and int in allowed and float not in allowed
+    if is_whole and MAX_INTEGER < abs(value) < math.inf:
+        expected = f"{describe_type(slot)}, at most 2**63 - 1"
+        return [(path, f"{join_key_path(path)}: expected {expected}, got {format_value(value)}")]
     is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
     is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
     if is_flag_as_number or is_text_as_number:
@@ -301,12 +289,9 @@ def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTr
     text, path = details["msg"], spot.path
     match details["type"]:
         case "value_error":
-            text = str(details["ctx"]["error"])
+            text, key = str(details["ctx"]["error"]), join_key_path(path)
+            text = text if not key or text.startswith(f"{key} ") else f"{key}: {text}"  # name the key once
             path = path or _find_mentioned_key(text, tree)
-            is_placed = not spot.path or text.startswith(
-                f"{join_key_path(spot.path)} "
-            )  # the message already names the key
-            text = text if is_placed else f"{join_key_path(spot.path)}: {text}"
         case _ if spot.is_inexact:
             text = _describe_unexpected_value(spot)
         case "finite_number" if spot.node is not None:
@@ -352,11 +337,11 @@ def _describe_unknown_key(spot: _ErrorLocation) -> str:
     title = join_key_path(tuple(part for part in spot.parent.path if isinstance(part, str)))
     if spot.parent.path == ("algorithm",):
         title = str(spot.parent.value["name"])
-    near = closest_match(word, section.model_fields)
+    near = difflib.get_close_matches(word, section.model_fields, n=1)
     elsewhere = [t for _, t, other in iterate_sections() if word in other.model_fields]
     there = f"{word} is a key of {', '.join(elsewhere)}" if elsewhere else ""
     if near:
-        hint = f"did you mean {near}?" + (f" ({there})" if there else "")
+        hint = f"did you mean {near[0]}?" + (f" ({there})" if there else "")
     else:
         hint = there or f"valid keys: {', '.join(section.model_fields)}"
     return f"{join_key_path(spot.path)} is not {f'a key of {title}' if title else 'a section'}; {hint}"

@@ -1,4 +1,4 @@
-"""Recipe sections: run, model, lora, engine, optimizer, ema, reward, checkpoint and export.
+"""Recipe sections: run, model, lora, engine, optimizer, ema, reward, checkpoint, export and logging.
 
 docs/recipes.md is generated from the docstrings.
 """
@@ -36,6 +36,7 @@ from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION, Attention
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 Fp8Training = Literal["torchao", "transformer_engine"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 
 
 class RunRecipe(Section):
@@ -347,3 +348,52 @@ class ExportRecipe(Section):
     every: Literal["last", "each"] = "last"
     """Which exports to upload. `last`: only the export that the run writes when it ends or is stopped. `each`: all
     exports, also those that the run writes every `checkpoint.export_every` steps. Each upload is one commit."""
+
+
+class LoggingRecipe(Section):
+    """Console output, trackers, sample images and the run page."""
+
+    trackers: list[TrackerName] = Field(default=["tensorboard"])
+    """Experiment trackers for metrics and samples (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, `trackio`,
+    `swanlab`. All except `tensorboard` need optional packages. A tracker that fails is disabled with a warning."""
+    tensorboard: bool = True
+    """False: no TensorBoard files, even if `trackers` lists it."""
+    project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
+    """Project (wandb, trackio, swanlab) or experiment (mlflow) of the run."""
+    run_name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Name of the run in the trackers. Unset: the last component of `run.output_dir`."""
+    wandb: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of wandb.init, such as entity, group, tags or mode."""
+    mlflow: dict[str, Any] = Field(default_factory=dict)
+    """Only `tracking_uri`, the address of MLflow. Unset: MLFLOW_TRACKING_URI; if it is unset too, an SQLite file in
+    `run.output_dir`."""
+    trackio: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of trackio.init, such as space_id."""
+    swanlab: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of swanlab.init, such as workspace, group, tags or mode."""
+    page: bool = True
+    """Write the run page, index.html."""
+    sample_every: NonNegativeInt = 0
+    """Steps between sample images. 0: only with each evaluation."""
+    num_samples: PositiveInt = 16
+    """Number of sample images that are logged each time."""
+    console: bool = True
+    """Show a progress line in the console."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a device in `model.dtype`, for perf/mfu. Unset: looked up by the device name; perf/mfu is omitted
+    for unknown devices. On a CPU, perf/tflops_per_gpu of diffusion models needs this key."""
+
+    @property
+    def active_trackers(self) -> list[TrackerName]:
+        return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> LoggingRecipe:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers: each may be listed only once, got {self.trackers}")
+        for name in ("wandb", "mlflow", "trackio", "swanlab"):
+            if getattr(self, name) and name not in self.trackers:
+                raise ValueError(f"{name} needs the tracker {name}: add it to trackers, or remove the key")
+        if unknown := sorted(self.mlflow.keys() - {"tracking_uri"}):
+            raise ValueError(f"mlflow takes only tracking_uri, not {', '.join(unknown)}")
+        return self

@@ -118,6 +118,7 @@ WEIGHT_FREE_REWARDS = frozenset(
 )
 PROMPT_REWARDS = frozenset({"color"})
 ACTION_REWARDS = frozenset({"brightness", "seen_action"})
+BASE_TEACHER = {"weights": "base"}
 
 Values = dict[str, Any]
 
@@ -149,19 +150,14 @@ def match_released_name(model_path: str) -> TinyFamily | None:
 def _read_family(folder: Path) -> str:
     index = _read_object(folder / "model_index.json")
     name = str(index.get("_class_name"))
+    version = "wan22" if any(index.get("transformer_2") or ()) else "wan21"
     if name == "WanPipeline":
-        return (
-            "wan22_ti2v" if index.get("expand_timesteps") else "wan22" if _has_part(index, "transformer_2") else "wan21"
-        )
+        return "wan22_ti2v" if index.get("expand_timesteps") else version
     if name == "WanImageToVideoPipeline":
-        return "wan22_i2v" if _has_part(index, "transformer_2") else "wan21_i2v"
+        return f"{version}_i2v"
     if name in _PIPELINE_CLASSES:
         return _PIPELINE_CLASSES[name]
     return LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
-
-
-def _has_part(index: dict[str, Any], name: str) -> bool:
-    return any(index.get(name) or ())
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -219,16 +215,13 @@ def describe_tiny_recipe(recipe: Recipe) -> str:
     if not recipe.algorithm.trains_language:
         size = recipe.sampling
         parts.append(f"{size.height} x {size.width}" + (f", {size.num_frames} frames" if size.num_frames > 1 else ""))
-    parts.append(f"data {_short_data_path(str(recipe.data.path))}")
+    path = str(recipe.data.path)
+    roots = [root for root in (tiny_data_folder(), recipes_folder()) if Path(path).is_relative_to(root)]
+    parts.append(f"data {f'{Path(path).relative_to(roots[0])} (built in)' if roots else path}")
     if recipe.uses_rewards:
         parts.append("reward " + " + ".join(function.name for function in recipe.rl.reward.functions))
     parts.append(f"{recipe.run.steps} step{'s' * (recipe.run.steps != 1)}")
     return f"--tiny: {'; '.join(parts)}; output in {recipe.run.output_dir}"
-
-
-def _short_data_path(path: str) -> str:
-    roots = [root for root in (tiny_data_folder(), recipes_folder()) if Path(path).is_relative_to(root)]
-    return f"{Path(path).relative_to(roots[0])} (built in)" if roots else path
 
 
 def _model_keys(family: TinyFamily | None) -> Values:
@@ -263,16 +256,13 @@ def _data_section(recipe: Recipe) -> Values:
     if set(data.inputs) <= CAMERA_INPUTS:
         source, is_video = "room/clips", recipe.sampling.num_frames > 1
     elif set(data.inputs) <= ACTION_INPUTS:
-        source, is_video = "walks" if _needs_long_videos(recipe) else "brightness", True
+        needs_long_videos = recipe.validation.clips > 1 or (recipe.is_rl and recipe.rl.rollout.history.clips > 0)
+        source, is_video = "walks" if needs_long_videos else "brightness", True
     else:
         known = ", ".join(sorted(CAMERA_INPUTS | ACTION_INPUTS | MEDIA_INPUTS))
         raise RecipeError(f"data.inputs {', '.join(data.inputs)}: --tiny has data with {known} only: use your own data")
     source, fps = (source, CLIP_FPS) if is_video else ("digits/images", None)
     return kept | {"kind": "paired", "path": str(folder / source), "fps": fps, "max_upscale": 8.0}
-
-
-def _needs_long_videos(recipe: Recipe) -> bool:
-    return recipe.validation.clips > 1 or (recipe.is_rl and recipe.rl.rollout.history.clips > 0)
 
 
 def _engine_keys(recipe: Recipe, world_size: int) -> Values:
@@ -337,15 +327,11 @@ def _rl_algorithm_keys(recipe: Recipe, steps: int) -> Values:
     if isinstance(settings.get("fake"), dict):
         fake = settings["fake"]
         limits = {"updates": min(fake["updates"], 2), "warmup_steps": min(fake["warmup_steps"], NUM_STEPS - 1)}
-        keys |= {"fake": fake | limits, "teacher": _tiny_teacher(settings["teacher"])}
+        keys |= {"fake": fake | limits, "teacher": settings["teacher"] | BASE_TEACHER}
     if isinstance(settings.get("teachers"), list):  # the built-in prompts lack the metadata of several teachers
-        teacher = _tiny_teacher(settings["teachers"][0])
+        teacher = settings["teachers"][0] | BASE_TEACHER
         keys["teachers"] = [teacher | {"when": {}, "guidance_scale": max(2.0, teacher["guidance_scale"])}]
     return keys
-
-
-def _tiny_teacher(teacher: Values) -> Values:
-    return teacher | {"weights": "base"}
 
 
 def _rollout_keys(recipe: Recipe) -> Values:

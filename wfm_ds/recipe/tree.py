@@ -66,9 +66,6 @@ class RecipeProblem:
     location: SourceLocation
     text: str
 
-    def sort_key(self) -> tuple[bool, str, int, str]:
-        return self.location.line is None, self.location.source, self.location.line or 0, self.text
-
     def __str__(self) -> str:
         return f"{self.location}: {self.text}"
 
@@ -78,7 +75,8 @@ def raise_problems(problems: Sequence[RecipeProblem]) -> None:
 
     Problems in files come first, ordered by line, then problems in overrides.
     """
-    lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=RecipeProblem.sort_key)))
+    places = [(p.location.line is None, p.location.source, p.location.line or 0, p.text, str(p)) for p in problems]
+    lines = list(dict.fromkeys(line for *_, line in sorted(places)))
     if len(lines) > MAX_PROBLEMS:
         lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more problems: fix these first"]
     if lines:
@@ -247,7 +245,8 @@ class _NodeReader:
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             if key.tag != YAML_TAG + "str" or not isinstance(key, yaml.ScalarNode):
-                self._add_problem(key, f"a key must be text, got {_describe_key(key)}: put it in quotes")
+                shown = shorten_text(str(key.value)) if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                self._add_problem(key, f"a key must be text, got {shown}: put it in quotes")
             elif key.value in pairs:
                 self._add_problem(
                     key,
@@ -275,10 +274,6 @@ class _NodeReader:
 
     def _add_problem(self, node: yaml.Node, text: str) -> None:
         self.problems.append(RecipeProblem(self._locate_node(node), text))
-
-
-def _describe_key(node: yaml.Node) -> str:
-    return shorten_text(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
 
 
 # ---- from several sources
@@ -324,15 +319,11 @@ def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
             tree.forget_locations(("algorithm",))
             tree.locations[("algorithm",)] = place
             tree.values["algorithm"] = {}
-        if path == ("model", "path") and not sets_revision:
-            _drop_revision_of_other_model(tree, value)
+        is_model = path == ("model", "path") and not sets_revision
+        if is_model and changes_value("path", tree.values.get("model"), {"path": value}):
+            tree.forget_locations(("model", "revision"))  # of another model
+            tree.values["model"].pop("revision", None)
         _set_value(tree, path, value, place)
-
-
-def _drop_revision_of_other_model(tree: RecipeTree, model_path: Any) -> None:
-    if changes_value("path", tree.values.get("model"), {"path": model_path}):
-        tree.forget_locations(("model", "revision"))
-        tree.values["model"].pop("revision", None)
 
 
 def _parse_override(word: str) -> tuple[KeyPath, Any, SourceLocation]:

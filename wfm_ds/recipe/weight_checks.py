@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from wfm_ds.recipe.algorithms import AlgorithmSettings
 from wfm_ds.recipe.algorithms.base import RecipeSections
-from wfm_ds.recipe.rollout import RolloutRecipe
-from wfm_ds.recipe.sections import BasePrecision, LoraRecipe
+from wfm_ds.recipe.sections import LoraRecipe
 
 
-class WeightSections(RecipeSections, Protocol):
-    """Recipe sections and properties that `check_weights` reads."""
-
-    rollout: RolloutRecipe | None
-    algorithm: AlgorithmSettings
-
-    @property
-    def rollout_precision(self) -> BasePrecision | None: ...
-
-    @property
-    def forward_precision(self) -> BasePrecision | None: ...
-
-
-def check_weights(recipe: WeightSections) -> None:
+def check_weights(recipe: RecipeSections) -> None:
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _check_merge_lora(recipe)
     _check_base_precision(recipe)
@@ -35,7 +18,7 @@ def check_weights(recipe: WeightSections) -> None:
         raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
 
 
-def _check_merge_lora(recipe: WeightSections) -> None:
+def _check_merge_lora(recipe: RecipeSections) -> None:
     if recipe.lora is None:
         raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge: remove the key")
     if recipe.rollout_precision is not None:
@@ -50,7 +33,7 @@ def _check_merge_lora(recipe: WeightSections) -> None:
         )
 
 
-def _check_adapters(recipe: WeightSections, lora: LoraRecipe) -> None:
+def _check_adapters(recipe: RecipeSections, lora: LoraRecipe) -> None:
     if lora.dropout and recipe.algorithm.is_rl and recipe.rl.algorithm.compares_log_probs:
         raise ValueError(
             f"lora.dropout: algorithm {recipe.algorithm.name} compares log-probabilities of rollouts and training, "
@@ -65,7 +48,7 @@ def _check_adapters(recipe: WeightSections, lora: LoraRecipe) -> None:
         raise ValueError(f"rollout.merge_lora only merges plain adapters, not lora.{whole[0]}: remove one of the keys")
 
 
-def _check_base_precision(recipe: WeightSections) -> None:
+def _check_base_precision(recipe: RecipeSections) -> None:
     if recipe.model.base_precision is not None and recipe.lora is None:
         raise ValueError(
             f"model.base_precision: {recipe.model.base_precision} is only for a frozen base: add a lora section"
@@ -89,7 +72,7 @@ def _check_base_precision(recipe: WeightSections) -> None:
         )
 
 
-def _check_fp8_training(recipe: WeightSections) -> None:
+def _check_fp8_training(recipe: RecipeSections) -> None:
     if recipe.lora is not None:
         raise ValueError(
             "model.fp8_training is for training all weights: remove the lora section, or set model.base_precision: fp8 "

@@ -35,7 +35,7 @@ from wfm_ds.recipe.algorithms.forward_process import RamAlgorithm as RamAlgorith
 from wfm_ds.recipe.algorithms.supervised import DpoAlgorithm as DpoAlgorithm
 from wfm_ds.recipe.algorithms.supervised import SftAlgorithm as SftAlgorithm
 from wfm_ds.recipe.algorithms.supervised import SupervisedSettings as SupervisedSettings
-from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm as VlmSftAlgorithm
+from wfm_ds.recipe.algorithms.supervised import VlmSftAlgorithm as VlmSftAlgorithm
 from wfm_ds.user_class import import_class, is_user_class
 
 

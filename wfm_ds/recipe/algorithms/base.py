@@ -25,6 +25,7 @@ from wfm_ds.recipe.rollout import MAX_CHUNK, RolloutRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
 from wfm_ds.recipe.section import Decay, Section, UserAddress, value_form
 from wfm_ds.recipe.sections import (
+    BasePrecision,
     EmaRecipe,
     EngineRecipe,
     LoraRecipe,
@@ -43,7 +44,7 @@ def count_of_fraction(count: int, fraction: float) -> int:
 
 
 class RecipeSections(Protocol):
-    """Recipe sections that `AlgorithmSettings.check_recipe` may read."""
+    """Recipe sections that `AlgorithmSettings.check_recipe` and `check_weights` may read."""
 
     run: RunRecipe
     data: DataRecipe
@@ -52,9 +53,17 @@ class RecipeSections(Protocol):
     model: ModelRecipe
     lora: LoraRecipe | None
     engine: EngineRecipe
+    rollout: RolloutRecipe | None
+    algorithm: AlgorithmSettings
 
     @property
     def rl(self) -> RlSections: ...
+
+    @property
+    def rollout_precision(self) -> BasePrecision | None: ...
+
+    @property
+    def forward_precision(self) -> BasePrecision | None: ...
 
 
 class ModelProperties(Protocol):
