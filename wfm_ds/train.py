@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.runs.mirror import Mirror
     from wfm_ds.runs.output_folder import RunStart
-    from wfm_ds.runs.result import RunOutcome
-    from wfm_ds.runs.shutdown import RunShutdown
+    from wfm_ds.runs.shutdown import RunOutcome, RunShutdown
     from wfm_ds.runs.storage_copies import StorageCopies
     from wfm_ds.training.loop import TrainingLoop
 
@@ -216,7 +215,7 @@ def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
     """Log that the run has finished, and upload missing files. The caller must not hold the output folder's lock."""
-    from wfm_ds.runs.result import RunOutcome
+    from wfm_ds.runs.shutdown import RunOutcome
     from wfm_ds.runs.storage_copies import send_missing_copies
 
     folder, storage = recipe.run.output_dir, recipe.checkpoint.storage

@@ -221,7 +221,7 @@ def gather_publication(loop: Loop) -> None:
 
 def restore_own_checkpoint(loop: Loop, folder: Path) -> None:
     """Write the rank's state and restore it. With several ranks only this rank's files exist."""
-    from wfm_ds.checkpoint.rank_state import capture_state, restore_state
+    from wfm_ds.checkpoint.sharded_states import capture_state, restore_state
     from wfm_ds.export.target import ExportTarget
 
     engine, model = loop.job.engine, loop.job.model

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 240
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MONITOR = """
-import logging, sys
+import contextlib, logging, sys
 from pathlib import Path
 from wfm_ds.distributed.logs import setup_logging
 from wfm_ds.monitoring.monitor import Monitor
 setup_logging(None, 0, console=True)
 long = "x = [" + ", ".join(["'a word'"] * 40) + "]"
-with Monitor(Path(sys.argv[1]), is_main=True, console=True, total_steps=2) as monitor:
+with contextlib.closing(Monitor(Path(sys.argv[1]), is_main=True, console=True, total_steps=2)) as monitor:
     monitor.update_progress(1, samples=1)
     monitor.log_at_close("load it with:\\nimport os\\n" + long)
     monitor.update_progress(2, samples=1)

@@ -1,3 +1,4 @@
+import contextlib
 import datetime
 import io
 import json
@@ -34,7 +35,7 @@ def monitor(folder, **changes):
     if tensorboard and changes.get("is_main", True):
         facts = RunInfo(output_dir=folder, name="run", project="tests", resumed_at=resumed_at)
         changes["trackers"] = [TrackerThread(TensorBoard(), facts)]
-    return Monitor(folder, **(arguments | changes))
+    return contextlib.closing(Monitor(folder, **(arguments | changes)))
 
 
 def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
@@ -162,13 +163,12 @@ def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
 
 def test_without_a_terminal_progress_is_logged_at_intervals(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    watch = monitor(tmp_path, console=True, unit="videos")  # under pytest, stderr is not a terminal
-    watch.update_progress(0, samples=0, note="validating")
-    for step in range(1, 60):
-        watch.update_progress(step, samples=8, note=f"loss {step}")
-    watch.log_message("saved step 59")
-    watch.close()
-    watch.close()
+    with monitor(tmp_path, console=True, unit="videos") as watch:  # under pytest, stderr is not a terminal
+        watch.update_progress(0, samples=0, note="validating")
+        for step in range(1, 60):
+            watch.update_progress(step, samples=8, note=f"loss {step}")
+        watch.log_message("saved step 59")
+        watch.close()
     first, message, last = [record.getMessage() for record in caplog.records]
     assert first == "step 0/100, validating"
     assert message == "saved step 59"

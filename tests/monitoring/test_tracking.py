@@ -1,5 +1,6 @@
 """Trackers: their failures and delays never stop a run. The installed libraries are tested offline."""
 
+import contextlib
 import logging
 import os
 import re
@@ -60,7 +61,7 @@ def facts(folder, **changes):
 
 def monitor(folder, *trackers, **changes):
     subscribers = [TrackerThread(tracker, facts(folder, **changes)) for tracker in trackers]
-    return Monitor(folder, is_main=True, console=False, total_steps=9, trackers=subscribers)
+    return contextlib.closing(Monitor(folder, is_main=True, console=False, total_steps=9, trackers=subscribers))
 
 
 def sample(seed, frames=None):

@@ -1,6 +1,7 @@
 """Which result is recorded if the main thread and the heartbeat thread both end the run."""
 
 import contextlib
+import datetime
 import json
 import threading
 from types import SimpleNamespace
@@ -12,8 +13,7 @@ from each_case import check_each
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import RunError, UserError
 from wfm_ds.runs.output_folder import RunStart, claim_folder
-from wfm_ds.runs.result import RunOutcome
-from wfm_ds.runs.shutdown import RunShutdown, discard_new_run, record_run, watch_ranks
+from wfm_ds.runs.shutdown import RunOutcome, RunShutdown, discard_new_run, record_run, watch_ranks
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -34,6 +34,21 @@ def result(folder):
 
 def fail(error):
     raise error
+
+
+def test_the_result_has_times_finite_metrics_and_the_exports(recipe, tmp_path):
+    ending, odd = RunShutdown(ALONE), {"a": float("nan"), "b": float("-inf"), "c": 0.75}
+    ending.start_time -= datetime.timedelta(hours=2)
+    with record_run(ending, recipe, None, LOOP, EXPORTS) as record:
+        record.record_outcome(RunOutcome("finished", 30, odd, "no samples"))
+    said = result(tmp_path)
+    assert datetime.datetime.fromisoformat(said.pop("started")) == ending.start_time.replace(microsecond=0)
+    finished = datetime.datetime.fromisoformat(said.pop("finished")) - ending.start_time
+    assert said.pop("seconds") == pytest.approx(finished.total_seconds(), abs=1.0)
+    assert said == {
+        **{"status": "finished", "step": 30, "message": "no samples"},
+        **{"metrics": {"a": None, "b": None, "c": 0.75}, "artifacts": EXPORTS.artifacts},
+    }
 
 
 def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):

@@ -204,3 +204,4 @@ def test_a_result_that_cannot_be_uploaded_is_reported_as_missing(tmp_path, monke
     copies = StorageCopies(address="s3://bucket/run", missing=[], reason="")
     sent = send_result(Mirror(tmp_path, copies.address, keep=2), copies)
     assert (sent.missing, sent.reason) == (["result.json"], "the quota is used up")
+    assert json.loads((tmp_path / "result.json").read_text())["storage"]["missing"] == sent.missing

@@ -103,24 +103,19 @@ def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        for name, size in checkpoint.files.items():
-            file = _safe_path(temporary, name, checkpoint.path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            transfer.download_file(f"{checkpoint.path}/{name}", file, size=size, sha256=checkpoint.sha256.get(name))
-        atomic.write_text(temporary / COMPLETE, checkpoint.marker_text)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        atomic.sync_to_disk(folder.parent)
+        with _explain_copy_errors(checkpoint.path, folder):
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            _fetch_files(checkpoint.path, checkpoint.files, temporary, checkpoint.sha256)
+            atomic.write_text(temporary / COMPLETE, checkpoint.marker_text)
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+            atomic.sync_to_disk(folder.parent)
     except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(f"{checkpoint.path} could not be copied to {folder} ({error}): free space there") from error
     return Checkpoint(folder, checkpoint.step, checkpoint.world_size, checkpoint.metadata)
 
 
@@ -148,25 +143,26 @@ def open_locally(path: str, near: Path) -> Iterator[Path]:
             if checkpoint is not None:
                 fetch_checkpoint(checkpoint, folder)
             else:
-                _fetch_files(address, sizes, folder)
+                with _explain_copy_errors(address, folder):
+                    _fetch_files(address, sizes, folder, sha256={})
         yield folder
 
 
-def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
+def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path, sha256: Mapping[str, str]) -> None:
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise StorageError(f"{address} names the file {name} outside of its folder: use another checkpoint")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        transfer.download_file(f"{address}/{name}", file, size=size, sha256=sha256.get(name))
+
+
+@contextlib.contextmanager
+def _explain_copy_errors(address: str, folder: Path) -> Iterator[None]:
     try:
-        for name, size in sizes.items():
-            file = _safe_path(folder, name, address)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            transfer.download_file(f"{address}/{name}", file, size=size)
+        yield
     except OSError as error:
         raise StorageError(f"{address} could not be copied to {folder} ({error}): free space there") from error
-
-
-def _safe_path(folder: Path, name: str, address: str) -> Path:
-    file = folder / name
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise StorageError(f"{address} names the file {name} outside of its folder: use another checkpoint")
-    return file
 
 
 def publish_checkpoint(

@@ -125,22 +125,19 @@ def save_mp4(
         codec = stream.codec_context
         codec.thread_count = ENCODER_THREADS
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
-        sound_stream = None if sound is None else _add_sound_stream(container, sound, sound_rate)
+        if sound is not None:
+            sound_stream = container.add_stream("aac", rate=sound_rate, layout=SOUND_LAYOUTS[len(sound)])
         for image in video:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(image, odd, mode="edge")), format="rgb24")
             container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
         container.mux(stream.encode(None))
-        if sound is not None and sound_stream is not None:
+        if sound is not None:
             samples = av.AudioFrame.from_ndarray(
                 np.ascontiguousarray(sound.clip(-1, 1)), format="fltp", layout=SOUND_LAYOUTS[len(sound)]
             )
             samples.sample_rate, samples.pts = sound_stream.rate, 0
             container.mux(sound_stream.encode(samples))
             container.mux(sound_stream.encode(None))
-
-
-def _add_sound_stream(container: av.container.OutputContainer, sound: SoundArray, rate: int | None) -> av.AudioStream:
-    return container.add_stream("aac", rate=rate, layout=SOUND_LAYOUTS[len(sound)])
 
 
 def encode_gif(video: VideoArray, fps: float) -> bytes:

@@ -8,11 +8,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -31,7 +30,7 @@ WINDOW = 20  # number of last steps over which the speed is measured
 
 
 class Monitor:
-    """A run's metrics file, progress display and trackers. Only rank 0 writes. Use it in `with`, or call `close`."""
+    """A run's metrics file, progress display and trackers. Only rank 0 writes. Call `close` at the end."""
 
     def __init__(
         self,
@@ -75,14 +74,21 @@ class Monitor:
             raise ValueError(f"invalid metric names {sorted(clash)}: each line has keys of these names")
         finite = {tag: finite_or_none(value) for tag, value in values.items()}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        with self._translate_write_errors():
+        try:
             self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
             self._metrics.flush()
+        except OSError as error:
+            raise UserError(
+                f"run.output_dir {self._folder}: metrics cannot be written ({error.strerror}): free space, then "
+                "start the same command again; it resumes from the newest checkpoint"
+            ) from error
         points = {tag: value for tag, value in finite.items() if value is not None}
         for tracker in self._trackers:
             tracker.log_scalars(step, points)
-        for tag in (tag for tag, value in finite.items() if value is None):
-            self._warn_not_finite(step, tag, values[tag])
+        for tag in [tag for tag in finite if tag not in points and tag not in self._warned]:
+            self._warned.add(tag)
+            text = "step %d: %s is %s; it is written as null, and this warning is not repeated"
+            log.warning(text, step, tag, values[tag])
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
         if not self._open or not samples:
@@ -135,29 +141,6 @@ class Monitor:
             tracker.close(*self._outcome)
         with suppress(OSError):  # the failure was reported when the line was written
             self._metrics.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @contextmanager
-    def _translate_write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"run.output_dir {self._folder}: metrics cannot be written ({error.strerror}): free space, then "
-                "start the same command again; it resumes from the newest checkpoint"
-            ) from error
-
-    def _warn_not_finite(self, step: int, tag: str, value: float) -> None:
-        if tag not in self._warned:
-            self._warned.add(tag)
-            log.warning("step %d: %s is %s; it is written as null, and this warning is not repeated", step, tag, value)
 
 
 def truncate_metrics(path: Path, num_bytes: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
@@ -38,13 +39,18 @@ ALARM_PREFIX = "ALARM:"  # prefix of log messages shown at the top of the page
 LOAD_LINE = "load it with:"  # log message before the lines that load the weights
 
 
+Point: TypeAlias = tuple[float, float]
+Stretch: TypeAlias = tuple[int, Point, Point]
+"""(number of points, lowest point, highest point) of consecutive points of a curve."""
+
+
 class BoundedCurve:
     """A curve with a bounded number of points: the lowest and highest of each group of consecutive points."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_stretches = max_points // 2
         self._length = 1  # points in a full stretch
-        self._stretches: list[tuple[int, tuple[float, float], tuple[float, float]]] = []  # points, lowest, highest
+        self._stretches: list[Stretch] = []
 
     def add(self, step: float, value: float) -> None:
         point = (step, value)
@@ -66,16 +72,9 @@ class BoundedCurve:
         return points
 
 
-def merge_stretches(
-    one: tuple[int, tuple[float, float], tuple[float, float]],
-    other: tuple[int, tuple[float, float], tuple[float, float]],
-) -> tuple[int, tuple[float, float], tuple[float, float]]:
-    lowest, highest = min(one[1], other[1], key=_point_value), max(one[2], other[2], key=_point_value)
-    return one[0] + other[0], lowest, highest
-
-
-def _point_value(point: tuple[float, float]) -> float:
-    return point[1]
+def merge_stretches(one: Stretch, other: Stretch) -> Stretch:
+    value = operator.itemgetter(1)
+    return one[0] + other[0], min(one[1], other[1], key=value), max(one[2], other[2], key=value)
 
 
 class RunReader:
@@ -142,7 +141,7 @@ class RunReader:
         self._step = int(number) if isinstance(number, int | float) else self._step
         for tag, value in values.items():
             if tag not in self._tag_panels:
-                self._tag_panels[tag] = find_panel(tag)
+                self._tag_panels[tag] = next((title for title, form in PANELS if re.fullmatch(form, tag)), None)
             if self._tag_panels[tag] is not None and isinstance(value, int | float):
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
@@ -222,10 +221,6 @@ class GrowingFile:
                     return
                 self._read_bytes += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\n")
-
-
-def find_panel(tag: str) -> str | None:
-    return next((title for title, pattern in PANELS if re.fullmatch(pattern, tag)), None)
 
 
 def pick_evenly(steps: Sequence[int], count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -133,24 +134,13 @@ def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, fl
 
 
 def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) -> ImageArray:
-    per_prompt = _samples_per_prompt(samples)
+    counts = {len(list(group)) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)}
+    per_prompt = counts.pop() if len(counts) == 1 else 1
     columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
     scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in cells)))
     titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
     labels = [" ".join(_format_reward(value) for value in sample.rewards.values()) for sample in samples]
     return image_grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
-
-
-def _samples_per_prompt(samples: Sequence[GeneratedSample]) -> int:
-    runs: list[int] = []
-    last = None
-    for sample in samples:
-        if sample.prompt_id == last:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-        last = sample.prompt_id
-    return runs[0] if len(set(runs)) == 1 else 1
 
 
 def _format_reward(value: float | None) -> str:

@@ -152,7 +152,7 @@ class Mirror:
     def finish(self, stall_s: float) -> list[str]:
         """Wait until all files are uploaded and stop the thread. Returns the names of files that are missing in S3.
 
-        stall_s: number of seconds without progress after which to stop waiting.
+        A checkpoint counts as one file. stall_s: number of seconds without progress after which to stop waiting.
         """
         self._last_progress_s, self._most_bytes = time.monotonic(), {}
         self._is_finishing = True
@@ -164,10 +164,6 @@ class Mirror:
         if self._complete.is_set():
             self._thread.join()
             return []
-        return self.missing_names()
-
-    def missing_names(self) -> list[str]:
-        """Return the names of files that are missing or outdated in S3. A checkpoint counts as one file."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
@@ -227,19 +223,19 @@ class Mirror:
 
         If any upload failed, raises the first StorageError.
         """
-        first, previous = None, None
+        first, is_failing = None, False
         for name in self._unsent_files():
-            error = None
             try:
                 self._send_file(name)
+                is_failing = False
             except FileNotFoundError:  # the file was replaced or removed; the next pass retries
                 continue
-            except StorageError as failure:
-                error, first = failure, first or failure
-                self._report_failure(str(failure))
-            if error is not None and previous is not None:
-                break
-            previous = error
+            except StorageError as error:
+                first = first or error
+                self._report_failure(str(error))
+                if is_failing:
+                    break
+                is_failing = True
         if first is not None:
             raise first
 

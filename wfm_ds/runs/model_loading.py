@@ -60,10 +60,9 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         source_size=recipe.data.source_size,
     )
     try:
-        model.latent_shape(size.height, size.width, size.num_frames)
+        shape = model.latent_shape(size.height, size.width, size.num_frames)
     except ValueError as error:
         raise RecipeError(f"sampling: {error}") from error
-    shape = model.latent_shape(size.height, size.width, size.num_frames)
     rollout_grid, _ = model.rollout_sigmas(size), model.evaluation_sigmas(size)
     if recipe.is_rl:
         build_rl_algorithm(recipe, rollout_grid)  # checks that depend on the model's noise levels
@@ -77,7 +76,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     model.check_sampling(size)
     sizes = build_buckets(recipe, model).sizes  # raises for unsupported sizes
     if recipe.data.image_inputs:
-        check_source_ratio(recipe, model, sizes)
+        check_source_ratio(recipe, model, [(size.height, size.width), *sizes])
     if len(model.sigma_ranges) > 1:
         require_idle_expert_support(recipe)
     elif size.guidance_scale_low is not None:
@@ -156,7 +155,6 @@ def check_sources(recipe: Recipe, model: DiffusionModel) -> None:
         model.latent_shape(*size)
     except ValueError as error:
         raise RecipeError(f"data.source_size: {size[0]} x {size[1]}: {error}") from error
-    check_source_ratio(recipe, model, [(recipe.sampling.height, recipe.sampling.width)])
     if model.text_inputs & model.input_names and recipe.data.crop == "random":
         raise RecipeError(
             f"data.crop: random: the text encoder of {model.family} would have to encode every crop: set it to centre"

@@ -11,30 +11,44 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import logging
 import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Literal, Protocol
 
+from wfm_ds.distributed import lifecycle
+from wfm_ds.distributed.heartbeat import Heartbeat, is_communication_error, start_heartbeat
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from wfm_ds.distributed.heartbeat import Heartbeat
-    from wfm_ds.distributed.world import World
-    from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.runs.mirror import Mirror
-    from wfm_ds.runs.output_folder import RunStart
-    from wfm_ds.runs.result import RunOutcome
-    from wfm_ds.runs.storage_copies import StorageCopies
+from wfm_ds.monitoring.run_page import try_write_page
+from wfm_ds.program import USER_ERROR_CODE
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.runs.layout import RESULT_FILE, REWARD, ROLLOUT
+from wfm_ds.runs.mirror import Mirror
+from wfm_ds.runs.output_folder import RunStart, clear_run
+from wfm_ds.runs.storage_copies import StorageCopies, finish_copies, send_result
+from wfm_ds.storage import atomic
+from wfm_ds.storage.atomic import finite_or_none
 
 log = logging.getLogger(__name__)
 
 SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, as sent to the other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """Outcome of a training loop. The status `preempted` means that a stop request ended the run after a step."""
+
+    status: Literal["finished", "preempted"]
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""  # warning about the result
 
 
 class RunProgress(Protocol):
@@ -94,8 +108,6 @@ class RunShutdown:
 
     def handle_fault(self, text: str) -> None:
         """Log and record the failure of a rank. The heartbeat thread calls this if the main thread hangs."""
-        from wfm_ds.program import USER_ERROR_CODE
-
         if f" failed: {SINGLE_RANK_ERROR}" in text:
             self.exit_code = USER_ERROR_CODE
         log.error("the run ends: %s", text)
@@ -104,9 +116,6 @@ class RunShutdown:
         self._record_failure(text)
 
     def _find_cause(self, error: Exception) -> ErrorCause:
-        from wfm_ds.distributed.heartbeat import is_communication_error
-        from wfm_ds.program import USER_ERROR_CODE
-
         heartbeat, rank = self.heartbeat, self.world.rank
         if is_shared_error(error, self.world):
             if heartbeat is not None:
@@ -114,14 +123,11 @@ class RunShutdown:
             return ErrorCause(str(error), is_reported_here=self.world.is_main)
         if isinstance(error, UserError):  # the other ranks wait in a collective; the heartbeat ends them
             self.exit_code = USER_ERROR_CODE
-            fault = (
-                heartbeat.report_failure(f"{SINGLE_RANK_ERROR}{error}", is_secondary=False)
-                if heartbeat is not None
-                else None
-            )
+            message = f"{SINGLE_RANK_ERROR}{error}"
+            fault = None if heartbeat is None else heartbeat.report_failure(message, is_secondary=False)
             return ErrorCause(str(error), is_reported_here=fault is None or rank in fault.ranks)
         message, is_secondary = f"{type(error).__name__}: {error}", is_communication_error(error)
-        fault = heartbeat.report_failure(message, is_secondary=is_secondary) if heartbeat is not None else None
+        fault = None if heartbeat is None else heartbeat.report_failure(message, is_secondary=is_secondary)
         if fault is None or not is_secondary:
             return ErrorCause(message, is_reported_here=True)
         self.handle_fault(fault.text)
@@ -153,9 +159,6 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
     UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
     rank are raised unchanged. stuck_s: end the run if no rank makes progress for this many seconds.
     """
-    from wfm_ds.distributed import lifecycle
-    from wfm_ds.distributed.heartbeat import start_heartbeat
-
     ending = RunShutdown(world)
     try:
         # All ranks exit with the code of the faulty rank, because the launcher reports the first exit code that it
@@ -187,9 +190,6 @@ def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
     """
 
     def record(message: str) -> None:
-        from wfm_ds.runs.layout import REWARD, ROLLOUT
-        from wfm_ds.runs.output_folder import clear_run
-
         if start.is_new:
             clear_run(folder, keep=[REWARD, ROLLOUT])  # the message may refer to their logs
 
@@ -232,35 +232,31 @@ class ResultRecorder:
 
     def wait_for_copies(self) -> None:
         """Wait until all files are uploaded to checkpoint.storage or the uploads stall. All ranks must call this."""
-        from wfm_ds.runs.storage_copies import finish_copies
-
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
 
     def _write_result(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
-        from wfm_ds.monitoring.run_page import try_write_page
-        from wfm_ds.runs.result import write_result
-        from wfm_ds.runs.storage_copies import send_result
+        """Write result.json and the run page. status: finished, preempted or failed. Raises OSError.
 
-        def write() -> None:
-            write_result(
-                self._recipe.run.output_dir,
-                status=status,
-                step=step,
-                metrics=metrics,
-                artifacts=self._exporter.artifacts,
-                started=self._ending.start_time,
-                message=message,
-                storage=None if self._copies is None else dataclasses.asdict(self._copies),
-            )
-
-        write()
+        Non-finite metrics become null. Rank 0 writes this file last, so a run without it is unfinished.
+        """
+        folder, start = self._recipe.run.output_dir, self._ending.start_time
+        now = datetime.datetime.now(datetime.UTC)
+        result: dict[str, Any] = {
+            "status": status,
+            "step": step,
+            "message": message,
+            "started": start.isoformat(timespec="seconds"),
+            "finished": now.isoformat(timespec="seconds"),
+            "seconds": round((now - start).total_seconds(), 3),
+            "metrics": {tag: finite_or_none(value) for tag, value in metrics.items()},
+            "artifacts": dict(self._exporter.artifacts),
+            **({} if self._copies is None else {"storage": dataclasses.asdict(self._copies)}),
+        }
+        atomic.write_text(folder / RESULT_FILE, json.dumps(result, indent=2, allow_nan=False) + "\n")
         if self._recipe.logging.page:
-            try_write_page(self._recipe.run.output_dir)
+            try_write_page(folder)
         if self._mirror is not None and self._copies is not None:
-            sent = send_result(self._mirror, self._copies)
-            if sent != self._copies:
-                self._copies = sent
-                write()
+            self._copies = send_result(self._mirror, self._copies)
 
 
 @contextmanager

@@ -159,10 +159,7 @@ def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopie
         copies = finish_copies(recipe, world, mirror)
         if mirror is not None and copies is not None:
             _write_copies(folder, copies)
-            updated = send_result(mirror, copies)
-            if updated != copies:
-                _write_copies(folder, updated)
-            copies = updated
+            copies = send_result(mirror, copies)
     return copies
 
 
@@ -181,7 +178,10 @@ def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
-    """Upload result.json if S3 has all other files. Returns `copies`, updated if the upload fails."""
+    """Upload result.json if S3 has all other files.
+
+    If the upload fails, updates `storage` in result.json. Returns the updated `copies`.
+    """
     if copies.missing:
         return copies
     try:
@@ -190,5 +190,6 @@ def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
         log.error(
             "%s: only %s is missing in %s; run the same command again to copy it", error, RESULT_FILE, copies.address
         )
-        return dataclasses.replace(copies, missing=[RESULT_FILE], reason=str(error))
+        copies = dataclasses.replace(copies, missing=[RESULT_FILE], reason=str(error))
+        _write_copies(mirror.folder, copies)
     return copies

@@ -50,15 +50,13 @@ def upload_file(
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
-        parts = _read_parts(path, file, size, part_bytes)
+        parts = _read_parts(path, file, size, part_bytes, sha256.update)
         target = _S3Object(address)
         if size <= part_bytes:
-            content = next(parts)
-            sha256.update(content)
-            tag = target.put(content)
+            tag = target.put(next(parts))
             on_progress(size)
         else:
-            tag = target.put_parts(_hash_parts(parts, sha256.update), on_progress)
+            tag = target.put_parts(parts, on_progress)
     target.verify_upload(size, tag)
     return sha256.hexdigest()
 
@@ -183,22 +181,20 @@ class _S3Object:
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
             sent = []
-            for number, (tag, md5, num_bytes) in enumerate(
-                _map_concurrently(lambda numbered: self._put_part(upload_id, *numbered), enumerate(parts, 1)), 1
+            for tag, md5, num_bytes in _map_concurrently(
+                lambda numbered: self._put_part(upload_id, *numbered), enumerate(parts, 1)
             ):
-                sent.append((number, tag, md5))
+                sent.append((tag, md5))
                 on_progress(num_bytes)
-            part_list = [{"PartNumber": number, "ETag": tag} for number, tag, _ in sent]
+            part_list = [{"PartNumber": number, "ETag": tag} for number, (tag, _) in enumerate(sent, 1)]
             with _convert_write_errors(self.address):
                 self.call("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": part_list})
         except BaseException:
-            with (
-                contextlib.suppress(StorageError),
-                _convert_write_errors(self.address),
-            ):  # else the parts remain stored and billed
+            # Otherwise, the parts would remain stored and billed.
+            with contextlib.suppress(StorageError), _convert_write_errors(self.address):
                 self.call("abort_multipart_upload", UploadId=upload_id)
             raise
-        whole = hashlib.md5(b"".join(md5 for _, _, md5 in sent), usedforsecurity=False)
+        whole = hashlib.md5(b"".join(md5 for _, md5 in sent), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(sent)}"
 
     def _put_part(self, upload_id: str, number: int, content: bytes) -> tuple[str, bytes, int]:
@@ -227,23 +223,20 @@ def _base64_text(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
-def _read_parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
+def _read_parts(
+    path: Path, file: IO[bytes], size: int, part_bytes: int, update_hash: Callable[[bytes], None]
+) -> Iterator[bytes]:
     """Yield the first `size` bytes of a file in parts. If size is 0, yield one empty part."""
     remaining = size
     while True:
         content = file.read(min(part_bytes, remaining))
         if len(content) != min(part_bytes, remaining):
             raise OSError(f"{path} became shorter while it was read")
+        update_hash(content)
         yield content
         remaining -= len(content)
         if remaining == 0:
             return
-
-
-def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:
-    for part in parts:
-        update(part)
-        yield part
 
 
 def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

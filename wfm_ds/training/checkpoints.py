@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wfm_ds.checkpoint import store
-from wfm_ds.checkpoint.rank_state import capture_state, restore_state
+from wfm_ds.checkpoint.sharded_states import capture_state, restore_state
 from wfm_ds.checkpoint.store import CheckpointSave
 from wfm_ds.distributed.progress import show_wait
 from wfm_ds.runs.job import CommonJob

@@ -44,11 +44,10 @@ from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.selective_source import SelectiveSource
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
-from wfm_ds.runs.initial_lora import load_initial_lora
 from wfm_ds.runs.job import Job, open_monitor
+from wfm_ds.runs.loras import load_initial_lora, load_teachers
 from wfm_ds.runs.model_loading import choose_attention, load_model
 from wfm_ds.runs.output_folder import RunStart
-from wfm_ds.runs.teachers import load_teachers
 from wfm_ds.training.caches import load_clean_latents, open_latent_cache, precompute_texts
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter

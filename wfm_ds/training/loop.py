@@ -14,7 +14,7 @@ from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RunError, UserError
 from wfm_ds.monitoring.meters import MEMORY_TAG, Meter
 from wfm_ds.runs.job import CommonJob
-from wfm_ds.runs.result import RunOutcome
+from wfm_ds.runs.shutdown import RunOutcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.types import DEFAULT_ADAPTER
