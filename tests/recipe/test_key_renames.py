@@ -7,8 +7,7 @@ from each_case import check_each
 from wfm_ds.cli.main import main
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.file import RENAMED_KEYS, RENAMED_VALUES
-from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.file import RENAMED_KEYS
 from wfm_ds.runs import layout
 
 RECIPE = """\
@@ -96,14 +95,3 @@ def test_an_override_of_a_stored_recipe_uses_new_names(folder):
         recipe_file.load_stored_recipe(folder / "recipe.yaml", ["data.choose=spread"])
     stored = recipe_file.load_stored_recipe(folder / "recipe.yaml", ["validation.held_out_rewards=[]"])
     assert stored.validation.held_out_rewards == []
-
-
-def test_new_names_exist_and_old_ones_do_not():
-    fields = {f"{name}.{key}" for name in ("validation", "rollout", "data") for key in section(name).model_fields}
-    assert set(RENAMED_KEYS.values()) | set(RENAMED_VALUES) <= fields
-    assert not set(RENAMED_KEYS) & fields
-
-
-def section(name):
-    annotation = Recipe.model_fields[name].annotation
-    return annotation if hasattr(annotation, "model_fields") else annotation.__args__[0]
