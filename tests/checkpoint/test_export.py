@@ -132,13 +132,14 @@ def plain(folder):
 # LoRA
 
 
-def test_plain_diffusers_generates_the_image_of_the_lora_model(adapted, tmp_path):
+def test_the_loading_lines_give_the_image_of_the_lora_model(adapted, tmp_path):
     model, source = adapted
-    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "step_3", **MAIN)
-    assert folder == tmp_path / "step_3" / "lora"
-    pipe = plain(model.path)
-    without = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
-    pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "with space" / "step_3", **MAIN)
+    assert folder == tmp_path / "with space" / "step_3" / "lora"
+    without = pixels(plain(model.path), model.pipeline_call_kwargs(2.0, 32, 32))
+    lines = loading_lines(model.path, folder, lora=True)
+    assert len(lines.splitlines()) == 3
+    pipe = run_lines(lines)
     assert pipe.get_active_adapters() == ["default"]
     layer = pipe.transformer.transformer_blocks[0].attn.to_k
     assert layer.scaling["default"] == 9.0 / 4  # alpha / rank; it would be 1 without metadata in the header
@@ -234,24 +235,12 @@ def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path):
 # Full training
 
 
-@pytest.mark.parametrize("shard_bytes", [5 << 30, 60_000])
-def test_plain_diffusers_generates_the_image_of_the_full_model(trained, tmp_path, shard_bytes):
+def test_shards_hold_every_tensor_once_and_plain_diffusers_loads_them(trained, tmp_path):
     model, source = trained
-    folder = export_weights(
-        ExportTarget.from_model(model), source, tmp_path / "step_3", shard_bytes=shard_bytes, **MAIN
-    )
-    assert folder == tmp_path / "step_3"
-    got = drawn_from(folder, model)
-    assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
-    assert (got - drawn_from(model.path, model)).abs().max() > 1e-2
-
-
-def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
-    model, source = trained
-    folder = (
-        export_weights(ExportTarget.from_model(model), source, tmp_path / "out", shard_bytes=60_000, **MAIN)
-        / "transformer"
-    )
+    export = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", shard_bytes=60_000, **MAIN)
+    assert export == tmp_path / "out"
+    assert_close(drawn_from(export, model), drawn_by(model), atol=1e-5, rtol=0)
+    folder = export / "transformer"
     index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
     found, total = {}, 0
     shards = sorted(folder.glob("*.safetensors"))
@@ -306,9 +295,12 @@ def test_a_full_export_has_the_requested_dtype_and_the_models_config(trained, tm
     assert "_name_or_path" in model.config
 
 
-def test_unchanged_files_are_hard_links_and_trained_ones_are_not(trained, tmp_path):
+def test_a_full_export_has_hard_links_of_unchanged_files_and_the_image_of_the_model(trained, tmp_path):
     model, source = trained
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
+    got = drawn_from(folder, model)
+    assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
+    assert (got - drawn_from(model.path, model)).abs().max() > 1e-2
     base_inodes = {os.stat(file).st_ino for file in model.path.rglob("*") if file.is_file()}
     shared, own = set(), set()
     for file in folder.rglob("*"):
@@ -372,15 +364,6 @@ def test_other_ranks_iterate_to_the_end_and_write_nothing(adapted, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_place_is_a_user_error_after_the_stream_ended(adapted, tmp_path):
-    model, source = adapted
-    (tmp_path / "file").write_text("in the way")
-    watched = Changed(source, lambda name, tensor: [(name, tensor)])
-    with pytest.raises(UserError, match="could not be written"):
-        export_weights(ExportTarget.from_model(model), watched, tmp_path / "file" / "step_3", **MAIN)
-    assert watched.ended
-
-
 def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained, tmp_path):
     model, source = trained
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
@@ -396,6 +379,10 @@ def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained,
     assert watched.ended
     assert contents(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    watched.ended = False
+    with pytest.raises(UserError, match="could not be written"):
+        export_weights(ExportTarget.from_model(model), watched, folder / "model_index.json" / "step_3", **MAIN)
+    assert watched.ended
 
 
 def test_base_models_and_folders_of_users_are_never_replaced(trained, tmp_path):
@@ -418,15 +405,6 @@ def run_lines(lines):
     names = {}
     exec(lines, names)  # the loading code shown to users
     return names["pipe"]
-
-
-def test_loading_lines_load_a_lora(adapted, tmp_path):
-    model, source = adapted
-    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "with space" / "step_3", **MAIN)
-    lines = loading_lines(model.path, folder, lora=True)
-    assert len(lines.splitlines()) == 3
-    pipe = run_lines(lines)
-    assert_close(pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["sd3", "wan21"])
@@ -479,12 +457,6 @@ def test_loading_lines_load_a_pipeline_without_t5(trained, tmp_path):
     assert_close(pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
 
 
-def test_loading_lines_stay_short_for_a_complete_pipeline(tiny_pipelines, tmp_path):
-    lines = loading_lines(tiny_pipelines("sd3"), tiny_pipelines("sd3"), lora=False)
-    folder = json.dumps(str(tiny_pipelines("sd3")))
-    assert lines.splitlines()[-1] == f"pipe = DiffusionPipeline.from_pretrained({folder})"
-
-
 def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, tmp_path):
     model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
     folder = export_weights(ExportTarget.from_model(model), FullWeights(model.denoiser), tmp_path / "out", **MAIN)
@@ -505,8 +477,10 @@ def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipeline
 
 def test_loading_lines_mention_the_safety_checker_of_a_pipeline(tiny_pipelines):
     for family, said in (("cosmos25", True), ("sana", False)):
-        lines = loading_lines(tiny_pipelines(family), tiny_pipelines(family), lora=False)
+        folder = tiny_pipelines(family)
+        lines = loading_lines(folder, folder, lora=False)
         assert ("unless you pass safety_checker=...:\npipe = " in lines) == said
+    assert lines.splitlines()[-1] == f"pipe = DiffusionPipeline.from_pretrained({json.dumps(str(folder))})"
 
 
 def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from checkpoint.test_export import MAIN, Changed, plain, run_lines
 from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
 from wfm_ds.export.loading_code import loading_lines
@@ -16,7 +16,6 @@ from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
 
-MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
 PARTS = ("transformer", "transformer_2")
 CALL = {"num_inference_steps": 4, "guidance_scale_2": 3.0}  # the steps cover both experts, and each has its own scale
 
@@ -34,13 +33,6 @@ class Weights:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield name.replace(".default.", "."), parameter.detach()
-
-
-class Without(Weights):
-    """Trained tensors without the second expert."""
-
-    def iter_full_tensors(self, policy):
-        yield from (item for item in super().iter_full_tensors(policy) if item[0].startswith("transformer."))
 
 
 @pytest.fixture
@@ -62,20 +54,10 @@ def moved(model, *, lora):
     return model.denoiser
 
 
-def plain(folder):
-    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-
-
 def video(pipe, model):
     pipe.set_progress_bar_config(disable=True)
     call = {**model.pipeline_call_kwargs(2.0, 32, 32, 5), **CALL}
     return pipe("a red circle", generator=torch.Generator().manual_seed(11), output_type="pt", **call).frames
-
-
-def run(lines):
-    names = {}
-    exec(lines, names)
-    return names["pipe"]
 
 
 def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
@@ -88,7 +70,7 @@ def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
     assert first.keys() == second.keys()
     assert all(name.startswith("transformer.blocks.") for name in first)
     want = video(model.pipeline, model)
-    pipe = run(loading_lines(model.path, folder, lora=True))
+    pipe = run_lines(loading_lines(model.path, folder, lora=True))
     for part in PARTS:
         assert getattr(pipe, part).blocks[0].attn1.to_k.scaling["default"] == 9.0 / 4
     assert_close(video(pipe, model), want, atol=1e-5, rtol=0)
@@ -146,8 +128,8 @@ def test_plain_diffusers_loads_both_experts(model, tmp_path):
     ],
 )
 def test_an_export_without_the_second_expert_is_refused(model, tmp_path, lora, message):
+    weights = Weights(moved(model, lora=lora), lora=lora)
+    first = Changed(weights, lambda name, tensor: [(name, tensor)] if name.startswith("transformer.") else [])
     with pytest.raises(ModelError, match=message):
-        export_weights(
-            ExportTarget.from_model(model), Without(moved(model, lora=lora), lora=lora), tmp_path / "step_3", **MAIN
-        )
+        export_weights(ExportTarget.from_model(model), first, tmp_path / "step_3", **MAIN)
     assert not (tmp_path / "step_3").exists()

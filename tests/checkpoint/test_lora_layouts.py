@@ -276,13 +276,6 @@ def test_extraction_gives_the_lora_that_was_merged(export, tmp_path, capsys):
     assert [approximate_difference(change, None, energy)[0].rank for energy in (0.5, 0.9)] == [1, 2]
 
 
-def test_kohya_names_of_z_image_are_those_of_musubi_tuner(export):
-    _, parts, folder = export("z_image")
-    tensors = kohya_tensors(parts["transformer"], registry.find_family(folder))
-    for layer in ("to_q", "to_k", "to_v", "to_out_0"):
-        assert f"lora_unet_layers_0_attention_{layer}.lora_down.weight" in tensors
-
-
 def test_diffusers_splits_the_fused_layers_of_kontext_at_the_released_width():
     draw, width, prefix = torch.Generator().manual_seed(3), 3072, "single_transformer_blocks.0"
     sizes = {"attn.to_q": 1, "attn.to_k": 1, "attn.to_v": 1, "proj_mlp": 4}
@@ -298,7 +291,7 @@ def test_diffusers_splits_the_fused_layers_of_kontext_at_the_released_width():
         assert_close(B @ A, layer.delta(), atol=1e-5, rtol=1e-5)
 
 
-def test_comfyui_names_of_each_family(export):
+def test_names_of_layers_in_other_tools(export):
     for family, key in (
         ("sd3", "transformer.transformer_blocks.0.attn.add_q_proj"),
         ("wan21", "diffusion_model.blocks.0.cross_attn.o"),
@@ -312,3 +305,6 @@ def test_comfyui_names_of_each_family(export):
         _, parts, folder = export(family)
         tensors = comfyui_tensors(parts["transformer"], registry.find_family(folder), None)
         assert {f"{key}.lora_A.weight", f"{key}.lora_B.weight", f"{key}.alpha"} <= tensors.keys()
+    tensors = kohya_tensors(parts["transformer"], registry.find_family(folder))  # z_image: as in musubi-tuner
+    names = [f"lora_unet_layers_0_attention_{layer}" for layer in ("to_q", "to_k", "to_v", "to_out_0")]
+    assert {f"{name}.lora_down.weight" for name in names} <= tensors.keys()
