@@ -212,7 +212,7 @@ def test_other_branches_are_not_reported(text):
     "statement",
     [
         "import wfm_ds",
-        "import wfm_ds.recipe.file",
+        "import wfm_ds.recipe.file, wfm_ds.recipe.deepspeed",
         "import wfm_ds.launch",
         "import wfm_ds.transport.broker, wfm_ds.transport.client, wfm_ds.transport.worker",
         "import wfm_reward.serve, wfm_reward.worker, wfm_reward.registry as r; r.list_reward_names()",

@@ -34,6 +34,11 @@ def test_the_view_of_reinforcement_learning_holds_its_three_sections():
         recipe.rl.rollout = None
     with pytest.raises(TypeError, match="diffusion_nft is not supervised"):
         recipe.supervised_settings  # noqa: B018
+    sft = Recipe.model_validate(SFT)
+    assert not sft.is_rl
+    assert sft.supervised_settings is sft.algorithm
+    with pytest.raises(TypeError, match="algorithm sft has no rollouts"):
+        sft.rl  # noqa: B018
 
 
 GRPO = {"algorithm": {"name": "flow_grpo"}, "sampling": {**BASE["sampling"], "solver": "flow_sde"}}
@@ -190,14 +195,6 @@ def test_candidates_that_cannot_be_are_refused(changes, sampling, explore, said)
     changes = {section: value for section, value in changes.items() if section != "sampling"}
     with pytest.raises(ValueError, match=re.escape(said)):
         exploring(changes, sampling, **explore)
-
-
-def test_supervised_fine_tuning_has_no_such_view():
-    recipe = Recipe.model_validate(SFT)
-    assert not recipe.is_rl
-    assert recipe.supervised_settings is recipe.algorithm
-    with pytest.raises(TypeError, match="algorithm sft has no rollouts"):
-        recipe.rl  # noqa: B018
 
 
 def test_held_out_rewards_are_defined_like_rewards():

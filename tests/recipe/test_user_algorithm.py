@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
@@ -52,13 +53,6 @@ def load(tmp_path, monkeypatch, request):
     sys.modules.pop(module, None)
 
 
-def the_line(load, *arguments, **options):
-    with pytest.raises(RecipeError) as caught:
-        load(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_its_settings_are_read_and_written_like_ours(load, tmp_path):
     recipe = load(SETTINGS, "temperature: 0.5", "best_of_n: 2")
     assert type(recipe.algorithm).__name__ == "Keys"
@@ -68,19 +62,21 @@ def test_its_settings_are_read_and_written_like_ours(load, tmp_path):
     assert "temperature: 0.5" in recipe_file.dump_recipe(recipe)
 
 
-def test_a_misspelt_key_has_its_line_and_the_nearest_one(load):
-    line = the_line(load, SETTINGS, "temprature: 0.5")
-    assert "mine.yaml:7: algorithm.temprature is not a key of mine_" in line
-    assert line.endswith("did you mean temperature?")
-
-
-def test_a_wrong_value_has_its_line(load):
-    line = the_line(load, SETTINGS, "temperature: warm")
-    assert line.endswith("mine.yaml:7: algorithm.temperature: expected a number, got 'warm'")
-
-
-def test_rules_of_all_algorithms_hold_for_it(load):
-    assert "best_of_n 6 is more than rollout.group_size 4" in the_line(load, SETTINGS, "best_of_n: 6")
+@check_each(
+    ("key", "says"),
+    [
+        (
+            "temprature: 0.5",
+            r"mine.yaml:7: algorithm.temprature is not a key of mine_\d+:Mine; did you mean temperature\?",
+        ),
+        ("temperature: warm", "mine.yaml:7: algorithm.temperature: expected a number, got 'warm'"),
+        ("best_of_n: 6", "best_of_n 6 is more than rollout.group_size 4"),  # a rule of all algorithms
+    ],
+)
+def test_wrong_keys_and_values_are_one_line_errors(load, key, says):
+    with pytest.raises(RecipeError, match=f"{says}$") as caught:
+        load(SETTINGS, key)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +98,14 @@ def test_a_class_that_cannot_be_used_is_one_sentence_with_its_line(load, source,
         load(source, name=name)
 
 
-def test_a_module_that_is_not_there_is_named(tmp_path):
-    (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE", "not_there.mine"))
-    with pytest.raises(RecipeError, match=r":6: .*cannot import 'not_there.mine' .* run in its folder"):
-        recipe_file.load_recipe(tmp_path / "mine.yaml")
-
-
-def test_a_module_without_a_class_is_refused_with_the_format(tmp_path):
-    (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", "mine.Mine"))
-    with pytest.raises(RecipeError, match=r"expected one of sft, .*, package.module:Class, got 'mine.Mine'"):
+@check_each(
+    ("name", "says"),
+    [
+        ("not_there.mine:Mine", r":6: .*cannot import 'not_there.mine' .* run in its folder"),
+        ("mine.Mine", r"expected one of sft, .*, package.module:Class, got 'mine.Mine'"),
+    ],
+)
+def test_a_class_that_is_not_there_is_named(tmp_path, name, says):
+    (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", name))
+    with pytest.raises(RecipeError, match=says):
         recipe_file.load_recipe(tmp_path / "mine.yaml")

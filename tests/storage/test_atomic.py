@@ -25,14 +25,6 @@ def test_folder_appears_only_when_complete(tmp_path):
     assert os.listdir(tmp_path / "a") == ["out"]
 
 
-def test_failed_writer_leaves_the_earlier_folder(tmp_path):
-    write_folder(tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path / "out", "2", KeyboardInterrupt())
-    assert (tmp_path / "out" / "file").read_text() == "1"
-    assert os.listdir(tmp_path) == ["out"]
-
-
 def test_a_folder_in_which_a_file_still_grows_is_not_stale(tmp_path):
     folders = [tmp_path / name for name in ("live", "dead")]
     for folder in folders:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import given
@@ -68,14 +67,6 @@ def test_a_damaged_entry_is_absent_and_can_be_written_again(tmp_path, damage):
     assert store.read(KEY) is None
     store.write(KEY, tensors())
     assert equal(store.read(KEY), tensors())
-
-
-def test_many_writers_of_one_entry_leave_one_complete_file(tmp_path):
-    store = TensorStore(tmp_path)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: store.write(KEY, tensors()), range(64)))
-    assert equal(store.read(KEY), tensors())
-    assert entry(tmp_path).suffix == ".safetensors"
 
 
 def test_the_umask_decides_who_can_read_an_entry(tmp_path):
