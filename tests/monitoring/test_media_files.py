@@ -55,14 +55,11 @@ def test_labels_have_their_colors():
         assert [c for c in range(3) if label[..., c].min() > 200] == darkest
 
 
-def test_wide_text_is_cut_at_its_cell():
+def test_text_is_cut_at_its_cell_and_drawn_as_ascii():
     blank = np.full((30, 30, 3), 255, dtype=np.uint8)
     sheet = image_grid([blank, blank], 2, labels=["W" * 50, ""])
     assert sheet[:, : GAP + 31].min() < 100
     assert (sheet[:, GAP + 32 :] == 255).all()
-
-
-def test_non_ascii_text_and_newlines_are_drawn():
     plain = image_grid([noise(0, 20, 60)], 1, labels=["?? b"])
     assert np.array_equal(image_grid([noise(0, 20, 60)], 1, labels=["\u732b\u732b\nb"]), plain)
 
@@ -120,16 +117,12 @@ def test_content_keeps_its_position_in_the_frame(tmp_path):
     assert np.abs(decoded(tmp_path / "a.mp4")[0].astype(int) - ramp).mean() < 4
 
 
-def test_equal_videos_give_equal_files(tmp_path):
+def test_equal_videos_give_equal_files_that_browsers_can_stream(tmp_path):
     for name in ("a.mp4", "b.mp4"):
         save_mp4(tmp_path / name, noise(0, 12 * 32, 32).reshape(12, 32, 32, 3), 24)
-    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
-
-
-def test_the_index_precedes_the_frames_so_that_browsers_can_stream(tmp_path):
-    save_mp4(tmp_path / "a.mp4", flat(5, 16, 16), 16)
     content = (tmp_path / "a.mp4").read_bytes()
-    assert content.index(b"moov") < content.index(b"mdat")
+    assert content == (tmp_path / "b.mp4").read_bytes()
+    assert content.index(b"moov") < content.index(b"mdat")  # the index precedes the frames
 
 
 def test_a_gif_loops_over_all_frames():
@@ -139,8 +132,5 @@ def test_a_gif_loops_over_all_frames():
         for i, frame in enumerate(video):
             gif.seek(i)
             assert np.array_equal(np.asarray(gif.convert("RGB")), frame)
-
-
-def test_a_gif_is_not_faster_than_browsers_allow():
-    with Image.open(io.BytesIO(encode_gif(flat(3, 8, 8), 120))) as gif:
-        assert gif.info["duration"] == 20
+    with Image.open(io.BytesIO(encode_gif(video, 120))) as gif:
+        assert gif.info["duration"] == 20  # browsers show shorter delays as 100 ms

@@ -14,6 +14,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from each_case import check_each
+from monitoring.test_samples import sample
 from wfm_ds.monitoring.monitor import (
     LINE_INTERVAL_S,
     ConsoleProgress,
@@ -36,11 +37,6 @@ def monitor(folder, **changes):
         facts = RunInfo(output_dir=folder, name="run", project="tests", resumed_at=resumed_at)
         changes["trackers"] = [TrackerThread(TensorBoard(), facts)]
     return contextlib.closing(Monitor(folder, **(arguments | changes)))
-
-
-def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
-    image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return GeneratedSample(prompt=prompt, prompt_id=prompt_id, seed=seed, pixels=image, rewards=rewards or {})
 
 
 def lines(folder):
@@ -142,12 +138,8 @@ def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
 
 def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
     rng = np.random.default_rng(0)
-    samples = [
-        GeneratedSample(
-            prompt="waves", prompt_id="p", seed=i, pixels=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0
-        )
-        for i in range(2)
-    ]
+    videos = rng.integers(0, 256, (2, 4, 64, 64, 3), np.uint8)
+    samples = [GeneratedSample(prompt="waves", prompt_id="p", seed=0, pixels=video, fps=5.0) for video in videos]
     with monitor(tmp_path, tensorboard=True) as watch:
         watch.log_samples(3, "samples", samples)
     written = events(tmp_path)

@@ -94,8 +94,7 @@ def test_the_page_shows_the_files_of_the_run(a_run):
 
 def test_the_main_curves_of_each_kind_of_run_are_drawn(a_run):
     tags = ["sft/loss", "dpo/loss", "dpo/accuracy", "vlm/loss", "vlm/token_accuracy", "val/loss", "val/token_accuracy"]
-    with (a_run / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", **dict.fromkeys(tags, 0.5)}) + "\n")
+    metrics(a_run, [30], **dict.fromkeys(tags, 0.5))
     write_page(a_run)
     drawn = [curve["tag"] for panel in content(a_run)["panels"] for curve in panel["curves"]]
     assert sorted(tag for tag in drawn if tag in tags) == sorted(tags)  # each tag is in exactly one panel
@@ -104,17 +103,14 @@ def test_the_main_curves_of_each_kind_of_run_are_drawn(a_run):
 def test_an_alarm_is_shown_if_the_last_evaluation_raised_it(a_run):
     write_page(a_run)
     assert content(a_run)["alarm"] == ""
-    with (a_run / "logs" / "rank_0.log").open("a") as log, (a_run / "metrics.jsonl").open("a") as metrics:
+    with (a_run / "logs" / "rank_0.log").open("a") as log:
         log.write("2026-01-02T03:00:04.000Z rank 0 WARNING wfm_ds.training.validation: ALARM: step 30: ocr fell\n")
-        metrics.write(
-            '{"step": 30, "time": "2026-01-02T03:00:30+00:00", "val/held_out/ocr/mean": 0.4, "val/alarm": 1.0}\n'
-        )
+    metrics(a_run, [30], **{"val/held_out/ocr/mean": 0.4, "val/alarm": 1.0})
     write_page(a_run)
     said = content(a_run)
     assert said["alarm"] == "ALARM: step 30: ocr fell"
     assert "held-out rewards" in [panel["title"] for panel in said["panels"]]
-    with (a_run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 40, "time": "2026-01-02T03:00:40+00:00", "val/alarm": 0.0}\n')
+    metrics(a_run, [40], **{"val/alarm": 0.0})
     write_page(a_run)
     assert content(a_run)["alarm"] == ""
 
@@ -260,7 +256,11 @@ def test_an_index_html_of_the_user_is_kept(a_run, caplog):
     assert sorted(path.name for path in a_run.iterdir()) == [layout.RECORD_FILE, INDEX_FILE]
 
 
-def test_overwriting_a_run_removes_its_page(a_run, capsys):
+def test_the_command_writes_the_page_and_overwriting_removes_it(a_run, tmp_path, capsys):
+    assert COMMANDS["page"][0] == "wfm_ds.cli.page"
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+        run(parser().parse_args([str(tmp_path)]))
+    assert list(tmp_path.iterdir()) == [a_run]
     (a_run / layout.RECORD_FILE).write_text(
         layout.format_record((*layout.RUN_FILES, "samples", "logs"))
     )  # the record of an older version
@@ -269,13 +269,6 @@ def test_overwriting_a_run_removes_its_page(a_run, capsys):
     assert layout.list_unrecorded_files(a_run) == ()
     run_folder.clear_run(a_run)
     assert list(a_run.iterdir()) == []
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    assert COMMANDS["page"][0] == "wfm_ds.cli.page"
-    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
-        run(parser().parse_args([str(tmp_path)]))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_script_of_the_page_is_valid(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,14 +68,8 @@ def monitor(folder, *trackers, **changes):
 def sample(seed, frames=None):
     shape = (16, 16, 3) if frames is None else (frames, 16, 16, 3)
     media = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return GeneratedSample(
-        prompt="a cat",
-        prompt_id="p",
-        seed=seed,
-        pixels=media,
-        fps=None if frames is None else 4.0,
-        rewards={"ocr": 0.5},
-    )
+    keys = {"fps": None if frames is None else 4.0, "rewards": {"ocr": 0.5}}
+    return GeneratedSample(prompt="a cat", prompt_id="p", seed=seed, pixels=media, **keys)
 
 
 def test_all_trackers_get_all_data_and_the_outcome(tmp_path):
@@ -186,9 +181,8 @@ def test_each_chart_of_the_layout_has_its_tags_and_no_others():
         for title, (_, patterns) in page.items()
     }
     assert drawn == SHOWN
-    assert (
-        sum(map(len, chart_layout({"validation.held_out_rewards": []}).values())) == 5
-    )  # no charts of rewards or held-out rewards
+    without_rewards = chart_layout({"validation.held_out_rewards": []})
+    assert sum(map(len, without_rewards.values())) == 5
 
 
 # ---- the real libraries, offline
@@ -211,80 +205,68 @@ for resumed_at, steps in (RUNS):
 """
 
 
-def used(name, folder, tests, resumes="(None, (1, 2, 3)), (2, (3, 4))", options=None):
+def used(name, folder, resumes="(None, (1, 2, 3)), (2, (3, 4))", options=None):
     """Run a tracker in a subprocess, with a resume after step 2. Check that the id of the run is copied to a storage.
 
-    Return the subprocess's stderr.
+    Return the folder of the trackers.
     """
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install 'wfm_ds[{name}]'")
     dropped = ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "SWANLAB_MODE", "SWANLAB_API_KEY")
     quiet = {key: value for key, value in os.environ.items() if key not in dropped} | {"HOME": str(folder / "home")}
     code = USE.replace("RUNS", resumes).replace("OPTIONS", repr(options or {}))
-    words = [sys.executable, "-c", code, str(folder / "run"), name, tests]
+    words = [sys.executable, "-c", code, str(folder / "run"), name, str(Path(__file__).parent)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=quiet)
     assert done.returncode == 0, done.stderr
     assert "is dropped" not in done.stderr, done.stderr
     assert done.stdout == ""
     assert [path for path in RUN_ID_FILES if name in path and (folder / "run" / path).is_file()]
-    return done.stderr
+    return folder / "run" / "trackers"
 
 
 @pytest.mark.slow
-def test_wandb_stores_an_offline_run(tmp_path, root):
-    used("wandb", tmp_path, str(root / "tests" / "monitoring"))
-    found = sorted((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*"))
-    assert found
+def test_wandb_stores_an_offline_run(tmp_path):
+    found = sorted((used("wandb", tmp_path) / "wandb").glob("offline-run-*"))
     ids = {folder.name.split("-")[3] for folder in found}  # offline-run-TIME-ID
     assert len(ids) == 1  # the resumed run has the same id
-    pictures = [path for folder in found for path in folder.rglob("*.png")]
-    assert len(pictures) == 4
+    assert sum(len(list(folder.rglob("*.png"))) for folder in found) == 4
+
+
+def query(database, text):
+    with sqlite3.connect(database) as connection:
+        return connection.execute(text).fetchall()
 
 
 @pytest.mark.slow
-def test_mlflow_stores_a_database(tmp_path, root):
-    used("mlflow", tmp_path, str(root / "tests" / "monitoring"))
-    with sqlite3.connect(tmp_path / "run" / "trackers" / "mlflow.db") as database:
-        steps = [row[0] for row in database.execute("select step from metrics where key = 'loss/total' order by step")]
-        [(status,)] = database.execute("select status from runs")
-    assert sorted(set(steps)) == [1, 2, 3, 4]
-    assert status == "FINISHED"
-    assert len(list((tmp_path / "run" / "trackers" / "mlflow").rglob("step_*.png"))) == 2
+def test_mlflow_stores_a_database_and_starts_a_new_run_without_it(tmp_path):
+    trackers = used("mlflow", tmp_path)
+    database, first_id = trackers / "mlflow.db", (trackers / "mlflow_run").read_text()
+    steps = query(database, "select step from metrics where key = 'loss/total'")
+    assert {step for (step,) in steps} == {1, 2, 3, 4}
+    assert query(database, "select status from runs") == [("FINISHED",)]
+    assert len(list((trackers / "mlflow").rglob("step_*.png"))) == 2
+    database.unlink()  # as on another machine, to which only the id is copied
+    used("mlflow", tmp_path, resumes="(2, (3, 4)),")
+    assert (trackers / "mlflow_run").read_text() != first_id
 
 
 @pytest.mark.slow
-def test_trackio_stores_a_database(tmp_path, root):
-    used("trackio", tmp_path, str(root / "tests" / "monitoring"))
-    [path] = (tmp_path / "run" / "trackers" / "trackio").glob("*.db")
-    with sqlite3.connect(path) as database:
-        rows = database.execute("select distinct run_name, step from metrics").fetchall()
+def test_mlflow_continues_the_run_on_the_server_of_the_recipe(tmp_path):
+    used("mlflow", tmp_path, options={"tracking_uri": f"sqlite:///{tmp_path / 'server.db'}"})
+    assert query(tmp_path / "server.db", "select count(*) from runs") == [(1,)]
+
+
+@pytest.mark.slow
+def test_trackio_stores_a_database(tmp_path):
+    [path] = (used("trackio", tmp_path) / "trackio").glob("*.db")
+    rows = query(path, "select distinct run_name, step from metrics")
     assert len({name for name, _ in rows}) == 1
     assert {1, 2, 3, 4} <= {step for _, step in rows}
 
 
 @pytest.mark.slow
-def test_mlflow_starts_a_new_run_if_only_the_id_was_copied(tmp_path, root):
-    tests = str(root / "tests" / "monitoring")
-    used("mlflow", tmp_path, tests)
-    trackers = tmp_path / "run" / "trackers"
-    first_id = (trackers / "mlflow_run").read_text()
-    (trackers / "mlflow.db").unlink()
-    used("mlflow", tmp_path, tests, resumes="(2, (3, 4)),")
-    assert (trackers / "mlflow_run").read_text() != first_id
-
-
-@pytest.mark.slow
-def test_mlflow_continues_the_run_on_the_server_of_the_recipe(tmp_path, root):
-    uri = f"sqlite:///{tmp_path / 'server.db'}"
-    used("mlflow", tmp_path, str(root / "tests" / "monitoring"), options={"tracking_uri": uri})
-    with sqlite3.connect(tmp_path / "server.db") as database:
-        assert database.execute("select count(*) from runs").fetchone() == (1,)
-
-
-@pytest.mark.slow
-def test_swanlab_stores_an_offline_run(tmp_path, root):
-    used("swanlab", tmp_path, str(root / "tests" / "monitoring"))
-    trackers = tmp_path / "run" / "trackers"
+def test_swanlab_stores_an_offline_run(tmp_path):
+    trackers = used("swanlab", tmp_path)
     folders = [path.parent for path in (trackers / "swanlab").rglob("media") if path.is_dir()]
     assert len(folders) == 2
     assert [len(list(folder.rglob("*.png"))) for folder in folders] == [3, 3]  # a clip has its first frame
