@@ -130,14 +130,6 @@ class ShardedStates:
             self._layouts[rank, adapter] = {name: ShardSlice(*numbers) for name, numbers in layout.items()}
         return self._layouts[rank, adapter]
 
-    def parameter_sizes(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, int]:
-        """Return {parameter: number of elements in the files of all ranks}."""
-        sizes: dict[str, int] = {}
-        for rank in range(self.num_ranks):
-            for name, piece in self.read_layout(rank, adapter).items():
-                sizes[name] = sizes.get(name, 0) + piece.numel
-        return sizes
-
     def gather_states(
         self, layout: Layout, lengths: Sequence[int], rank: int, adapter: str = DEFAULT_ADAPTER
     ) -> dict[str, list[Tensor]]:
@@ -151,7 +143,8 @@ class ShardedStates:
         ranks: Sequence[int] = [rank]
         if self.read_layout(rank, adapter) != layout:
             ranks = range(self.num_ranks)
-            if differing := sorted(self.parameter_sizes(adapter).keys() ^ layout.keys()):
+            stored = set[str]().union(*(self.read_layout(rank, adapter) for rank in ranks))
+            if differing := sorted(stored ^ layout.keys()):
                 raise UserError(
                     f"{self.folder} has other trained weights than this run, e.g. {differing[0]}: it is from another "
                     "model, or from a version that trained other weights"

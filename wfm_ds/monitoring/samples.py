@@ -139,11 +139,11 @@ def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) 
     columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
     scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in cells)))
     titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
-    labels = [" ".join(_format_reward(value) for value in sample.rewards.values()) for sample in samples]
+    labels = [" ".join(format_reward(value) for value in sample.rewards.values()) for sample in samples]
     return image_grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
 
 
-def _format_reward(value: float | None) -> str:
+def format_reward(value: float | None) -> str:
     return "failed" if value is None else f"{value:.3g}"
 
 
@@ -151,7 +151,7 @@ def sample_table(samples: Sequence[GeneratedSample]) -> str:
     names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]
     for number, sample in enumerate(samples):
-        rewards = [_format_reward(sample.rewards[name]) if name in sample.rewards else "" for name in names]
+        rewards = [format_reward(sample.rewards[name]) if name in sample.rewards else "" for name in names]
         lines.append([str(number), escape_cell(sample.prompt), str(sample.seed), *rewards])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

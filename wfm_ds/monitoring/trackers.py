@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from wfm_ds.chunks import split_into_chunks
 from wfm_ds.monitoring.media_files import encode_gif, reduce_image
-from wfm_ds.monitoring.samples import GeneratedSample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.samples import GeneratedSample, format_reward, sample_animation, sample_grid, sample_table
 from wfm_ds.monitoring.tracking import (
     MLFLOW_ID,
     SWANLAB_ID,
@@ -193,7 +193,7 @@ def caption_images(image_class: Callable[..., Any], samples: Sequence[GeneratedS
 
 
 def sample_caption(sample: GeneratedSample) -> str:
-    scores = "".join(f", {name} {'failed' if v is None else f'{v:.3g}'}" for name, v in sample.rewards.items())
+    scores = "".join(f", {name} {format_reward(value)}" for name, value in sample.rewards.items())
     return f"{sample.prompt} (seed {sample.seed}{scores})"
 
 

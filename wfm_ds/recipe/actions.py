@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass
-from operator import mul
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
 from wfm_ds.recipe.section import Section, UserPath, value_form
 from wfm_ds.recipe.tree import shorten_text
 
 ROTATION_WIDTHS = {"euler_xyz": 3, "axis_angle": 3, "quat_xyzw": 4, "quat_wxyz": 4, "rot6d": 6}
-TURN_TOLERANCE = 1e-3
+TURN_TOLERANCE = 2e-3  # of the products of rows
 
 Columns = Annotated[str, Field(pattern=r"^[0-9]{1,4}:[0-9]{1,4}$")]
 """Columns of a feature like a Python slice: `0:6` for the first six numbers."""
@@ -100,10 +99,9 @@ def parse_columns(columns: str) -> slice:
 
 def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
     """Return whether the rows form a rotation matrix, up to rounding."""
-    x, y, z = rows
-    cross = (x[1] * y[2] - x[2] * y[1], x[2] * y[0] - x[0] * y[2], x[0] * y[1] - x[1] * y[0])
-    errors = [math.hypot(*x) - 1, math.hypot(*y) - 1, sum(map(mul, x, y)), math.dist(cross, z)]
-    return all(abs(error) < TURN_TOLERANCE for error in errors)
+    matrix = np.array(rows, float)
+    is_orthonormal = np.allclose(matrix @ matrix.T, np.eye(3), rtol=0, atol=TURN_TOLERANCE)
+    return is_orthonormal and bool(np.linalg.det(matrix) > 0)
 
 
 class PoseRecipe(Section):

@@ -68,7 +68,11 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         build_rl_algorithm(recipe, rollout_grid)  # checks that depend on the model's noise levels
     if (candidates := size.candidate_sampling) is not None:
         model.rollout_sigmas(candidates)
-    check_cuda_graphs(recipe, model)
+    if recipe.rollout is not None and recipe.rollout.cuda_graph and not model.supports_cuda_graphs:
+        raise RecipeError(
+            f"rollout.cuda_graph: the network of {model.family} copies numbers from the host in each forward pass, "
+            "which a CUDA graph cannot record: set it to false"
+        )
     check_conditioning_frames(recipe, model, shape)
     check_data_inputs(recipe, model)
     recipe.algorithm.check_streams(model, size)
@@ -112,15 +116,6 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
                 "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
             )
             raise RecipeError(f"{section}: size [{height}, {width}] cannot be split over ranks: {error}") from error
-
-
-def check_cuda_graphs(recipe: Recipe, model: DiffusionModel) -> None:
-    """Raise RecipeError if rollout.cuda_graph is set, but the model's forward pass cannot be recorded."""
-    if recipe.rollout is not None and recipe.rollout.cuda_graph and not model.supports_cuda_graphs:
-        raise RecipeError(
-            f"rollout.cuda_graph: the network of {model.family} copies numbers from the host in each forward pass, "
-            "which a CUDA graph cannot record: set it to false"
-        )
 
 
 def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
