@@ -52,10 +52,7 @@ def test_grid_of_single_samples_is_a_square_with_rewards_below():
 
 def test_table_has_a_column_per_reward_and_survives_markdown():
     table = sample_table(
-        [
-            sample(1, prompt="a | b\nc", rewards={"ocr": 0.51234, "color": None}),
-            sample(2, rewards={"color": 1.0}),
-        ]
+        [sample(1, prompt="a | b\nc", rewards={"ocr": 0.51234, "color": None}), sample(2, rewards={"color": 1.0})]
     )
     assert table.splitlines() == [
         "|  | prompt | seed | ocr | color |",

@@ -11,8 +11,7 @@ import torch
 from each_case import check_each
 from multi_rank.training import ROOT, TARGETS, full_tensors, predict, small_recipe, small_sd3, target
 from wfm_ds.checkpoint.checkpoint_weights import CheckpointWeights
-from wfm_ds.checkpoint.sharded_states import capture_state, restore_state
-from wfm_ds.checkpoint.sharded_states import ShardedStates
+from wfm_ds.checkpoint.sharded_states import ShardedStates, capture_state, restore_state
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.optimizer import ExtraAdapter

@@ -9,8 +9,7 @@ import torch
 from multi_rank.resuming import CASES, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
 from multi_rank.same_runs import assert_same_runs
 from multi_rank.training import build, full_tensors, plain_step
-from wfm_ds.checkpoint.sharded_states import capture_state, restore_state
-from wfm_ds.checkpoint.sharded_states import rank_file_name
+from wfm_ds.checkpoint.sharded_states import capture_state, rank_file_name, restore_state
 from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.errors import UserError
 from wfm_ds.export.target import ExportTarget

@@ -84,10 +84,7 @@ def test_wrong_keys_and_values_are_one_line_errors(load, key, says):
     [
         (SETTINGS, "Other", "has no class 'Other'"),
         (SETTINGS, "Bare", "the class needs an attribute Settings, a subclass of RlSettings"),
-        (
-            FORWARD_PROCESS,
-            *("Mine", "the class needs an attribute Settings, a subclass of ForwardProcessSettings"),
-        ),
+        (FORWARD_PROCESS, *("Mine", "the class needs an attribute Settings, a subclass of ForwardProcessSettings")),
         ("import no_such_library", "Mine", r"failed in .*py:1: ModuleNotFoundError: No module named 'no_such_library'"),
         ("x = 1\nx.y()", "Mine", r"failed in .*py:2: AttributeError: 'int' object has no attribute 'y'"),
         ("def f(:", "Mine", r"failed in .*py:1: SyntaxError: "),

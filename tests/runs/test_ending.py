@@ -68,8 +68,7 @@ def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):
 
 
 @check_each(
-    "error, statuses",
-    [(None, ["finished"]), (RunError("no progress"), ["failed"]), (OSError("on this rank only"), [])],
+    "error, statuses", [(None, ["finished"]), (RunError("no progress"), ["failed"]), (OSError("on this rank only"), [])]
 )
 def test_the_hub_is_waited_for_after_the_result(recipe, error, statuses):
     pushed, folder = [], recipe.run.output_dir

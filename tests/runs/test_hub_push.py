@@ -16,13 +16,7 @@ from hub_server import Repo, hub_server, use
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs import hub_push
-from wfm_ds.runs.hub_push import (
-    PUBLIC_TEXTS,
-    HubPush,
-    hub_loading_lines,
-    list_last_samples,
-    public_values,
-)
+from wfm_ds.runs.hub_push import PUBLIC_TEXTS, HubPush, hub_loading_lines, list_last_samples, public_values
 
 REPO = "somebody/mine"
 

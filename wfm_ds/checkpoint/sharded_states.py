@@ -187,13 +187,7 @@ class ShardedStates:
         return sorted(name for name in stored_names if not name.startswith(tuple(prefixes.values())))
 
     def _read_elements(
-        self,
-        out: Tensor,
-        state: str,
-        name: str,
-        start: int,
-        ranks: Sequence[int],
-        adapter: str = DEFAULT_ADAPTER,
+        self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int], adapter: str = DEFAULT_ADAPTER
     ) -> None:
         count = 0
         for rank in ranks:

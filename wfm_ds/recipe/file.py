@@ -12,12 +12,7 @@ from pydantic import ValidationError
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.schema_description import (
-    SCHEMA_ROOT,
-    find_misread_values,
-    format_value,
-    translate_errors,
-)
+from wfm_ds.recipe.schema_description import SCHEMA_ROOT, find_misread_values, format_value, translate_errors
 from wfm_ds.recipe.tiny import find_tiny_family, match_released_name, shrink_recipe
 from wfm_ds.recipe.tree import (
     MAX_CHARACTERS,
@@ -33,10 +28,7 @@ from wfm_ds.recipe.tree import (
     to_yaml,
 )
 
-RENAMED_KEYS = {
-    "validation.judges": "validation.held_out_rewards",
-    "rollout.lost_after_s": "rollout.worker_timeout_s",
-}
+RENAMED_KEYS = {"validation.judges": "validation.held_out_rewards", "rollout.lost_after_s": "rollout.worker_timeout_s"}
 """{old key: new key}, both as `section.key`."""
 
 RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}

@@ -164,10 +164,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
         # All ranks exit with the code of the faulty rank, because the launcher reports the first exit code that it
         # sees.
         ending.heartbeat = start_heartbeat(
-            world,
-            stuck_s=stuck_s,
-            on_end=ending.handle_fault,
-            exit_process=lambda _: os._exit(ending.exit_code),
+            world, stuck_s=stuck_s, on_end=ending.handle_fault, exit_process=lambda _: os._exit(ending.exit_code)
         )
         yield ending
     except UserError as error:
