@@ -120,14 +120,14 @@ def test_a_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch, caplog)
 
 
 def test_a_tracker_that_cannot_start_is_a_one_line_error(tmp_path):
-    with pytest.raises(TrackerError, match=r"logging.trackers: remembering cannot be started \(no key\): fix"):
+    with pytest.raises(TrackerError, match=r"logging.trackers: remembering cannot start \(no key\): fix"):
         monitor(tmp_path, Remembering(refuses="no\nkey"))
 
 
 def test_a_missing_tracker_package_is_a_one_line_error(monkeypatch):
     monkeypatch.setattr("wfm_ds.monitoring.trackers.find_spec", lambda name: None)
     recipe = Recipe.model_validate({**RECIPE, "logging": {"trackers": ["wandb"]}})
-    with pytest.raises(TrackerError, match=r"names wandb, which is not installed: pip install 'wfm_ds\[wandb\]'"):
+    with pytest.raises(TrackerError, match=r"logging.trackers: wandb is not installed: pip install 'wfm_ds\[wandb\]'"):
         require_trackers(recipe)
     require_trackers(Recipe.model_validate({**RECIPE, "logging": {"tensorboard": False}}))
     assert all(tracker.name == name for name, tracker in TRACKERS.items())

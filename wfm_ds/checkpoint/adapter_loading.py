@@ -90,9 +90,7 @@ def read_adapter_names(path: Path) -> set[str]:
     """
     tensors, settings = read_tensors(path)
     if settings is None:
-        raise ModelError(
-            f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA that a run exported"
-        )
+        raise ModelError(f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA of a run")
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         if settings.get(key) and (isinstance(settings[key], str) or key == "layers_pattern"):
             raise ModelError(

@@ -330,9 +330,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 def require_trackers(recipe: Recipe) -> None:
     for name in recipe.logging.active_trackers:
         if find_spec(name) is None:
-            raise TrackerError(
-                f"logging.trackers names {name}, which is not installed: pip install 'wfm_ds[{name}]', or remove it"
-            )
+            raise TrackerError(f"logging.trackers: {name} is not installed: pip install 'wfm_ds[{name}]', or remove it")
 
 
 def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[TrackerThread]:

@@ -97,9 +97,7 @@ class TrackerThread:
         if not self._started.wait(START_S):
             raise TrackerError(f"logging.trackers: {tracker.name} did not start within {START_S:.0f} s: remove it")
         if self._start_error:
-            raise TrackerError(
-                f"logging.trackers: {tracker.name} cannot be started ({self._start_error}): fix or remove it"
-            )
+            raise TrackerError(f"logging.trackers: {tracker.name} cannot start ({self._start_error}): fix or remove it")
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._enqueue_event("scalars", lambda: self._tracker.log_scalars(step, values))

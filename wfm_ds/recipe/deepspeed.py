@@ -123,8 +123,7 @@ def find_deepspeed_config(name: str) -> Path:
     known = {path.stem: path for folder in reversed(CONFIG_FOLDERS) for path in sorted(folder.glob("*.json"))}
     if name not in known:
         raise RecipeError(
-            f"engine.deepspeed: unknown name {name}: set one of {', '.join(sorted(known))}, or a path that ends in "
-            ".json"
+            f"engine.deepspeed: unknown name {name}: set one of {', '.join(sorted(known))}, or a .json path"
         )
     return known[name]
 
@@ -187,9 +186,7 @@ def check_combinations(
             "GPU memory: set it to adamw, or use zero2 or zero3"
         )
     if zero.get("memory_efficient_linear"):
-        raise RecipeError(
-            f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
-        )
+        raise RecipeError(f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces linear()")
     for (section, key), why in NEEDS_WHOLE_WEIGHTS.items() if zero["stage"] == 3 else ():
         is_read = section == "lora" or not recipe.is_async  # workers have whole weights
         if is_read and getattr(getattr(recipe, section), key, None):
@@ -203,8 +200,7 @@ def check_combinations(
         )
     if recipe.model.fp8_training is not None and zero["stage"] == 3:
         raise RecipeError(
-            f"{source}: model.fp8_training keeps the weights gathered by ZeRO stage 3 until the backward pass: use "
-            "zero1 or zero2"
+            f"{source}: model.fp8_training keeps the weights of ZeRO stage 3 gathered: use zero1 or zero2"
         )
     if "leaf_module" in zero and lora:
         raise RecipeError(f"{source}: zero_optimization.leaf_module fails in the backward pass of LoRA: remove it")

@@ -109,8 +109,7 @@ def _derive_rl_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes
         )
     if recipe.engine.gradient_accumulation != 1:
         raise RecipeError(
-            "engine.gradient_accumulation is derived in RL (loss terms per update divided by engine.micro_batch_size): "
-            "remove it"
+            "engine.gradient_accumulation is derived in RL (loss terms per update / engine.micro_batch_size): remove it"
         )
     explore = recipe.sampling.explore
     per_update = samples // (replicas * parts)

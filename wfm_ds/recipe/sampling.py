@@ -241,9 +241,7 @@ class SamplingRecipe(Section):
         if self.guidance_scale == 1 and self.guidance != GuidanceRecipe():
             raise ValueError("guidance needs a guidance_scale above 1: raise it, or remove guidance")
         if self.guidance_scale_low is not None and self.guidance_scale == 1:
-            raise ValueError(
-                "guidance_scale_low needs a guidance_scale above 1: there is no unconditional pass otherwise"
-            )
+            raise ValueError("guidance_scale_low needs a guidance_scale above 1: else there is no unconditional pass")
         return self
 
     @model_validator(mode="after")
@@ -291,9 +289,7 @@ class SamplingRecipe(Section):
         if self.explore is None:
             return self
         if self.explore.steps > self.steps:
-            raise ValueError(
-                f"explore.steps {self.explore.steps} is more than steps {self.steps}: candidates must be cheaper"
-            )
+            raise ValueError(f"explore.steps {self.explore.steps} is more than steps {self.steps}: lower it")
         if self.same_noise:
             raise ValueError("explore needs different initial noise per candidate: remove same_noise or explore")
         return self

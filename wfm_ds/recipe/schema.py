@@ -180,9 +180,7 @@ class Recipe(Section):
             raise ValueError(f"algorithm {name} needs the section {' and '.join(missing)}")
         unread = [section for section, value in sections.items() if value is not None and not is_read[section]]
         if unread and "reward" in type(self.algorithm).model_fields:
-            raise ValueError(
-                f"{name} reads the section reward only with algorithm.reward: set it, or remove the section"
-            )
+            raise ValueError(f"{name} reads the section reward only with algorithm.reward: set it, or remove reward")
         if unread:
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
         if self.is_async and not self.rl.algorithm.supports_async:
@@ -256,17 +254,12 @@ class Recipe(Section):
         if self.data.target:
             return
         if not self.is_rl or self.rl.algorithm.num_data_terms(self.rl.algorithm.terms_per_sample(self.sampling)) > 0:
-            raise ValueError(
-                f"data.target: false: algorithm {self.algorithm.name} trains on edited images: remove it, and add them"
-            )
+            raise ValueError(f"data.target: false: {self.algorithm.name} trains on edits: remove it, and add them")
 
     def _check_trajectories(self) -> None:
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
-            raise ValueError(
-                "validation.prompts has only texts, but samples are conditioned on data.inputs: remove it, and set "
-                "validation.path"
-            )
+            raise ValueError("validation.prompts has only texts and no data.inputs: remove it, and set validation.path")
         if "actions" in inputs and self.sampling.num_frames == 1:
             raise ValueError("data.inputs: actions needs sampling.num_frames above 1: raise it, or remove actions")
         if not self.is_rl or self.rl.rollout.trajectories == "data":
@@ -291,9 +284,7 @@ class Recipe(Section):
                 f"{' and '.join(unread)}: remove it"
             )
         if unread := list_unread_async_keys(self):
-            raise ValueError(
-                f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
-            )
+            raise ValueError(f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set async")
 
     def _check_sample_selection(self) -> None:
         if not self.is_rl:
@@ -307,9 +298,7 @@ class Recipe(Section):
         if explore is None:
             return
         if algorithm.uses_edm_solvers:
-            raise ValueError(
-                f"sampling.explore is not supported by the EDM solvers of algorithm {algorithm.name}: remove it"
-            )
+            raise ValueError(f"sampling.explore is not supported by the EDM solvers of {algorithm.name}: remove it")
         if algorithm.compares_log_probs and not explore.regenerate:
             raise ValueError(
                 f"algorithm {algorithm.name} trains on denoising steps, which candidates do not store: set "
@@ -352,8 +341,7 @@ class Recipe(Section):
         for name in names:
             if name.partition("/")[0] in trained:
                 raise ValueError(
-                    f"validation.held_out_rewards: {name} is not held out, reward.functions trains on it: remove it "
-                    "from one of them"
+                    f"validation.held_out_rewards: {name} is not held out, reward.functions trains on it: remove one"
                 )
             if name in [f.name for f in functions]:
                 raise ValueError(

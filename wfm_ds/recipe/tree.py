@@ -334,9 +334,7 @@ def _parse_override(word: str) -> tuple[KeyPath, Any, SourceLocation]:
         raise RecipeError(f"{place}: expected section.key=value")
     if not text.strip():
         name = shorten_text(key)
-        raise RecipeError(
-            f"{place}: the value is missing: write {name}=null for none, or {name}=\"''\" for an empty text"
-        )
+        raise RecipeError(f"{place}: the value is missing: write {name}=null for none, or {name}=\"''\" for empty text")
     return path, parse_override_value(text, place), place
 
 

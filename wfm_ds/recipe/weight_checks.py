@@ -40,9 +40,7 @@ def _check_adapters(recipe: RecipeSections, lora: LoraRecipe) -> None:
             "which dropout would change: remove the key"
         )
     if lora.dora and (recipe.model.base_precision or recipe.rollout_precision):
-        raise ValueError(
-            "lora.dora needs the norms of the original weights, not of a quantized base: remove it or base_precision"
-        )
+        raise ValueError("lora.dora needs the norms of the original weights: remove it or base_precision")
     whole = [key for key in ("dora", "modules_to_save") if getattr(lora, key)]
     if whole and recipe.rollout is not None and recipe.rollout.merge_lora:
         raise ValueError(f"rollout.merge_lora only merges plain adapters, not lora.{whole[0]}: remove one of the keys")

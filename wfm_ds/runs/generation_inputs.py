@@ -233,9 +233,7 @@ def check_source_inputs(family: type[DiffusionModel], model: str, names: Collect
             "prompts (docs/generate.md) or with wfm generate --source"
         )
     if sources and not accepted:
-        raise UserError(
-            f"{origin}: {family.family} ({model}) does not edit images: choose a model that does, or remove the images"
-        )
+        raise UserError(f"{origin}: {family.family} ({model}) does not edit images: use another model, or remove them")
     if len(sources) > len(accepted):
         raise UserError(
             f"{origin}: {len(sources)} source images, but {family.family} ({model}) accepts at most {len(accepted)}: "

@@ -248,9 +248,7 @@ class Mirror:
         def send_metrics() -> None:  # the checkpoint needs the metrics up to its step
             for name in (RECIPE_FILE, METRICS_FILE):
                 if not (self.folder / name).exists():
-                    raise StorageError(
-                        f"{self.folder / name} is missing, and no run can continue from a checkpoint without it"
-                    )
+                    raise StorageError(f"{self.folder / name} is missing, and no run can continue without it")
                 self._send_file(name)
             for name in RUN_ID_FILES:
                 if (self.folder / name).exists() and not self._is_sent(name):

@@ -123,15 +123,12 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
     supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.input_specs]:
         raise RecipeError(
-            f"data.inputs {', '.join(unknown)}: {model.family} supports {supported}: remove the key, or use another "
-            "model"
+            f"data.inputs {', '.join(unknown)}: {model.family} supports {supported}: remove it, or use another model"
         )
     for name in recipe.data.inputs:
         partner = model.input_specs[name].requires_input
         if partner is not None and partner not in recipe.data.inputs:
-            raise RecipeError(
-                f"data.inputs {name}: {model.family} needs {partner} with it: add {partner}, or remove {name}"
-            )
+            raise RecipeError(f"data.inputs {name}: {model.family} needs {partner} too: add it, or remove {name}")
     views = [recipe.data.viewpoint, *(part.viewpoint for part, _ in recipe.data.set_recipes().values())]
     if any(views):
         require_viewpoints(model, recipe.sampling, "data.viewpoint")
@@ -151,9 +148,7 @@ def check_sources(recipe: Recipe, model: DiffusionModel) -> None:
     except ValueError as error:
         raise RecipeError(f"data.source_size: {size[0]} x {size[1]}: {error}") from error
     if model.text_inputs & model.input_names and recipe.data.crop == "random":
-        raise RecipeError(
-            f"data.crop: random: the text encoder of {model.family} would have to encode every crop: set it to centre"
-        )
+        raise RecipeError(f"data.crop: random: the text encoder of {model.family} would encode every crop: set centre")
 
 
 def has_image_rewards(recipe: Recipe) -> bool:

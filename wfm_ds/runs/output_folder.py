@@ -156,9 +156,7 @@ def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
     path = resume.rstrip("/") if is_remote(resume) else str(Path(resume).expanduser())
     checkpoint = remote_store.read_checkpoint(path) if is_remote(resume) else store.read_checkpoint(Path(path))
     if checkpoint is None:
-        raise RecipeError(
-            f"run.resume: {path} is not a complete checkpoint: set auto, never or checkpoints/step_N of a run"
-        )
+        raise RecipeError(f"run.resume: {path} is not a complete checkpoint: set auto, never or checkpoints/step_N")
     require_same_recipe(recipe, *layout.read_run_recipe(path), CHANGE_FOLDER_HINT)
     require_same_batch_size(checkpoint, recipe, world_size)
     return RunStart(checkpoint=path, step=checkpoint.step)
@@ -328,9 +326,7 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"run.output_dir {folder} cannot be written ({error}): free disk space, or set another folder"
-        ) from error
+        raise UserError(f"run.output_dir {folder} cannot be written ({error}): free space, or set another") from error
 
 
 @contextlib.contextmanager

@@ -210,9 +210,7 @@ class _S3Object:
         with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
-            raise StorageError(
-                f"{self.address} has {response['ContentLength']} instead of {size} bytes after its upload"
-            )
+            raise StorageError(f"{self.address} has {response['ContentLength']} instead of {size} bytes after upload")
         match = MD5_TAG.fullmatch(response.get("ETag", ""))
         is_encrypted = "kms" in response.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in response
         if tag is not None and match is not None and not is_encrypted and match[1] != tag:

@@ -190,9 +190,7 @@ class AlgorithmSettings(Section):
     def _check_frame_range(self) -> AlgorithmSettings:
         low, high = self.conditioning_frame_range
         if low > high:
-            raise ValueError(
-                f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
-            )
+            raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
         return self
 
 
@@ -294,16 +292,12 @@ class RolloutSettings(AlgorithmSettings):
         if self.advantages is not None:
             self.advantages.check_reward(recipe.rl.reward)
             if recipe.rl.rollout.group_size < 2:
-                raise ValueError(
-                    "rollout.group_size 1: advantages compare the samples of a prompt, set it to at least 2"
-                )
+                raise ValueError("rollout.group_size 1: advantages compare the samples of a prompt, set at least 2")
         self._check_solver(recipe.sampling.solver)
         if recipe.rl.rollout.history.clips:
             self._check_history(recipe)
         if recipe.rl.rollout.policy is not None and not self.reads_rollout_policy:
-            raise ValueError(
-                f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed rollout policy: remove it"
-            )
+            raise ValueError(f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed one: remove it")
 
     def _check_history(self, recipe: RecipeSections) -> None:
         rollout = recipe.rl.rollout
@@ -314,9 +308,7 @@ class RolloutSettings(AlgorithmSettings):
         if recipe.sampling.num_frames == 1:
             raise ValueError(f"{key} needs videos, but sampling.num_frames is 1: raise it, or remove rollout.history")
         if self.conditioning_frame_range[0] == 0:
-            raise ValueError(
-                f"{key} needs conditioning frames for all samples: set algorithm.min_num_conditional_frames above 0"
-            )
+            raise ValueError(f"{key} needs conditioning frames: set algorithm.min_num_conditional_frames above 0")
         if self.num_data_terms(self.terms_per_sample(recipe.sampling)) > 0:
             raise ValueError(
                 f"{key} does not match the recorded clips, which algorithm {self.name} also trains on: set "
@@ -334,9 +326,7 @@ class RolloutSettings(AlgorithmSettings):
                 f"algorithm {self.name} does not support sampling.solver {solver}: set it to {' or '.join(EDM_SOLVERS)}"
             )
         if not self.uses_edm_solvers and solver in EDM_SOLVERS:
-            raise ValueError(
-                f"sampling.solver {solver} is only for algorithm ddrl, not {self.name}: choose another one"
-            )
+            raise ValueError(f"sampling.solver {solver} is only for algorithm ddrl, not {self.name}: choose another")
 
 
 class RlSettings(AdvantageSettings, RolloutSettings):

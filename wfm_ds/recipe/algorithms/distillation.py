@@ -49,9 +49,7 @@ class DistillationSettings(ConditioningFrameKeys):
         if recipe.lora is None:
             raise ValueError(f"algorithm {self.name} trains only a LoRA: add the section lora")
         if recipe.lora.dropout:
-            raise ValueError(
-                f"lora.dropout: algorithm {self.name} compares predictions without dropout: remove the key"
-            )
+            raise ValueError(f"lora.dropout: algorithm {self.name} compares predictions without dropout: remove it")
         initial = [teacher for teacher in self.list_teachers() if teacher.weights == INITIAL_LORA]
         if initial and recipe.lora.init_from is None:
             raise ValueError(f"algorithm {self.name} has a teacher with weights: {INITIAL_LORA}: set lora.init_from")

@@ -109,9 +109,7 @@ class VlmSftAlgorithm(AlgorithmSettings):
         if len(set(self.freeze)) == 3:
             raise ValueError("algorithm.freeze lists all parts, so nothing would train: remove one of them")
         if recipe.model.attention not in ("auto", "native"):
-            raise ValueError(
-                f"model.attention: {recipe.model.attention} is for diffusers layers: vlm_sft supports auto and native"
-            )
+            raise ValueError(f"model.attention {recipe.model.attention}: vlm_sft supports auto and native")
         recipe.model.require_defaults(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
             *("fp8_training", "embedded_guidance"),
