@@ -84,10 +84,7 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 
 
 def read_adapter_names(path: Path) -> set[str]:
-    """Return the tensor names of a LoRA file.
-
-    Raises ModelError if it cannot be read, lacks alpha or has invalid settings.
-    """
+    """Return the tensor names of a LoRA file. Raises ModelError if it is damaged, lacks alpha or has bad settings."""
     tensors, settings = read_tensors(path)
     if settings is None:
         raise ModelError(f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA of a run")

@@ -103,10 +103,7 @@ class MergedAdapter:
     uses_lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
-        """settings: the peft.LoraConfig as JSON values.
-
-        Raises ModelError if they contain one of the UNSUPPORTED_OPTIONS.
-        """
+        """settings: the peft.LoraConfig as JSON values. Raises ModelError if they contain UNSUPPORTED_OPTIONS."""
         if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
             raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
         self.adapter, self.target, self.settings = adapter, target, settings
@@ -115,10 +112,7 @@ class MergedAdapter:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, merged tensor) for each tensor of the denoiser.
-
-        Raises ModelError if the LoRA does not fit the base model.
-        """
+        """Yield (name, merged tensor) of the denoiser. Raises ModelError if the LoRA does not fit the base model."""
         layers, saved = collect_lora_layers(self.adapter.iter_full_tensors(policy), self.settings)
         for part in self.target.parts:
             prefix, base_weights = self.target.tensor_prefix(part), self.target.base_weights(part)
@@ -193,10 +187,7 @@ class DeepSpeedWeights:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each tensor of the checkpoint.
-
-        Buffers that the checkpoint does not contain are read from the base model's folder and yielded last.
-        """
+        """Yield (name, tensor) of the checkpoint, then buffers that it lacks, from the base model's folder."""
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.base_weights(part)

@@ -50,10 +50,7 @@ StoredSlice = tuple[Count, Count, Count, Count]
 
 
 class StoredExport(BaseModel):
-    """The export settings in a checkpoint: the fields of ExportTarget, the dtype, and the PEFT settings in `lora`.
-
-    `lora` is None after full training.
-    """
+    """Export settings in a checkpoint: the fields of ExportTarget, the dtype and the PEFT settings (None: no LoRA)."""
 
     base: str = ""
     parts: list[str] = []
@@ -174,9 +171,7 @@ class ShardedStates:
         return tensor.view(*shape)
 
     def state_names(self, adapter: str = DEFAULT_ADAPTER) -> list[str]:
-        """Return the names of an adapter's states: `train`, the other policies, and `optimizer.NAME` for each optimizer
-        state.
-        """
+        """Return the names of an adapter's states: `train`, the other policies, and `optimizer.NAME`."""
         with self._translate_errors(0):
             names = self._open_file(0).keys()
             stored_names = {name.rpartition(".")[0] for name in names}

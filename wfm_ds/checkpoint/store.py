@@ -45,10 +45,7 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """Writes a checkpoint in the background, with one writer thread per rank.
-
-    All ranks must call the constructor and `commit`.
-    """
+    """Writes a checkpoint in one thread per rank. All ranks must call the constructor and `commit`."""
 
     def __init__(
         self,

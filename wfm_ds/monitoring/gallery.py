@@ -59,10 +59,7 @@ def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[Gallery
 
 
 def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
-    """Return an HTML page.
-
-    facts: {name: value} listed below the title. body: HTML of the page's content. style: CSS added to STYLE.
-    """
+    """Return an HTML page. facts: {name: value} below the title. body: HTML. style: CSS added to STYLE."""
     facts_html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
     return f"""<!doctype html>
 <html lang="en">

@@ -91,10 +91,7 @@ def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tenso
 
 
 def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """Return the weighted sums of N statistics and the sums of their weights, as [2, N] float64.
-
-    The values of the last `num_squared` statistics are squared first.
-    """
+    """Return weighted sums of N statistics (the last `num_squared` squared) and of their weights: [2, N] float64."""
     value_NB, weight_NB = stack_stats(stats, weight_B)
     value_NB = value_NB.double()
     if num_squared:

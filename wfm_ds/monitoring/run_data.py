@@ -256,10 +256,7 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return {text, changed, steps, model, algorithm} of a recipe file. changed: {dotted key: non-default value}.
-
-    Returns only {text} if the recipe cannot be parsed.
-    """
+    """Return {text, changed, steps, model, algorithm} of a recipe, or {text} if it cannot be parsed."""
     from wfm_ds.recipe import file as recipe_file
 
     text = path.read_text(encoding="utf-8", errors="replace")[:MAX_RECIPE]
@@ -282,10 +279,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, or {} if there is none.
-
-    NaN, infinite numbers and integers above 64 bits become None.
-    """
+    """Return the JSON object in a text, or {}. NaN, infinite numbers and integers above 64 bits become None."""
     try:
         content = json.loads(
             text,

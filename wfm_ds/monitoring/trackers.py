@@ -108,10 +108,7 @@ class TensorBoard:
         self._writer.file_writer.add_summary(scalars_summary(shown_values), step)
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
-        """Log a grid with one row per prompt, and a table of prompts, seeds and rewards.
-
-        For videos, the grid shows the first frames, and `<tag>/video` is an animation.
-        """
+        """Log a grid with one row per prompt, a table of samples, and for videos the animation `<tag>/video`."""
         self._writer.add_image(tag, sample_grid(samples), step, dataformats="HWC")
         self._writer.add_text(tag, sample_table(samples), step)
         if any(sample.is_video for sample in samples):

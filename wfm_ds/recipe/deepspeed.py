@@ -111,10 +111,7 @@ def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
 
 
 def find_deepspeed_config(name: str) -> Path:
-    """Return the JSON file for a value of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/.
-
-    Raises RecipeError if there is no such file.
-    """
+    """Return the JSON file of a path (with a slash or .json) or a name in ds_configs/. Raises RecipeError."""
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
         if not path.is_file():

@@ -80,10 +80,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def resolve_recipe_path(path: Path) -> Path:
-    """Return the file of the shipped recipe named `path`.
-
-    If `path` is an existing file or no shipped recipe has this name, it is returned unchanged.
-    """
+    """Return the file of the shipped recipe with this name if there is no file `path`, otherwise `path`."""
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 

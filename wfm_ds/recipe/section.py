@@ -115,9 +115,6 @@ class Section(BaseModel):
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_defaults(self, *keys: str, unless: str) -> None:
-        """Raise ValueError if a key in `keys` has a non-default value.
-
-        unless: the condition under which these keys are used, as text for the error message.
-        """
+        """Raise ValueError if a key has a non-default value. unless: when these keys are used, for the message."""
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

@@ -71,10 +71,7 @@ class RecipeProblem:
 
 
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
-    """Raise RecipeError with one line per problem, if there are any.
-
-    Problems in files come first, ordered by line, then problems in overrides.
-    """
+    """Raise RecipeError with one line per problem, if there are any: first those in files by line, then overrides."""
     places = [(p.location.line is None, p.location.source, p.location.line or 0, p.text, str(p)) for p in problems]
     lines = list(dict.fromkeys(line for *_, line in sorted(places)))
     if len(lines) > MAX_PROBLEMS:
@@ -221,10 +218,7 @@ class _NodeReader:
         self.problems: list[RecipeProblem] = []
 
     def read_document(self, node: yaml.Node) -> list[RecipeProblem]:
-        """Store the values and locations in the tree, and return the problems.
-
-        Raises RecipeError if an alias contains itself.
-        """
+        """Store values and locations. Return the problems. Raises RecipeError if an alias contains itself."""
         try:
             self.tree.values = self.read_node(node, (), node)
         except RecursionError as error:

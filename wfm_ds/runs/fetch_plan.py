@@ -149,10 +149,7 @@ def plan_hub_files(
     repo_type: str = "model",
     patterns: Sequence[str] = (),
 ) -> Iterator[FetchItem]:
-    """Yield the download of `files` if some of them are not in the cache.
-
-    The download updates the commit of the branch `revision` in the cache.
-    """
+    """Yield the download of `files` if the cache lacks some. It updates the commit of the branch `revision`."""
     missing = [file for file in files if file.will_download]
     if missing:
         commit = missing[0].commit_hash

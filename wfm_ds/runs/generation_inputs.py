@@ -157,10 +157,7 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load the first frame as pixels [H,W,3], scaled and centre-cropped to the video's size.
-
-    Raises UserError if it is invalid.
-    """
+    """Load the first frame as pixels [H,W,3], scaled and centre-cropped to the video's size. Raises UserError."""
     return load_pixels(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
 

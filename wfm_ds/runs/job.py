@@ -78,10 +78,7 @@ class CommonJob(ABC):
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
-        """Export the weights of the evaluation policy to the folder `out`. All ranks must call this.
-
-        Returns the folder from which the weights can be loaded.
-        """
+        """Export the evaluation policy to `out` and return the folder to load. All ranks must call this."""
 
     @abstractmethod
     def loading_lines(self, folder: Path) -> str:

@@ -84,19 +84,13 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download the run's metrics files from S3, unless they exist locally.
-
-        Raises StorageError if the download fails.
-        """
+        """Download the run's metrics files, unless they exist locally. Raises StorageError."""
         for name, size in transfer.list_objects(self.address).items():
             if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not (self.folder / name).exists():
                 self._fetch_file(name, size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint, the run's metrics and its tracker ids, and return the checkpoint's folder.
-
-        Raises StorageError if a download fails.
-        """
+        """Download a checkpoint, the run's metrics and tracker ids. Returns its folder. Raises StorageError."""
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
         if checkpoint is None or METRICS_FILE not in stored:
@@ -111,18 +105,12 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest checkpoint's step in S3, or None if a local checkpoint is as new.
-
-        Raises StorageError if S3 fails.
-        """
+        """Return the step of S3's newest checkpoint, or None if a local one is as new. Raises StorageError."""
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Remove result.json from S3, then start to upload files.
-
-        Raises StorageError if S3 fails or has a newer checkpoint.
-        """
+        """Remove result.json from S3 and start to upload. Raises StorageError, also if S3 has a newer checkpoint."""
         newer = self.newer_step()
         if newer is not None:
             raise StorageError(
@@ -219,10 +207,7 @@ class Mirror:
             self._write_sent_files()
 
     def _send_files(self) -> None:
-        """Upload all new and changed files outside of checkpoints. Stops after two failures in a row.
-
-        If any upload failed, raises the first StorageError.
-        """
+        """Upload files outside of checkpoints. Stops after two failures in a row. Raises the first StorageError."""
         first, is_failing = None, False
         for name in self._unsent_files():
             try:

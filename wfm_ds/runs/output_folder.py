@@ -218,10 +218,7 @@ def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, hint: s
 
 
 def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
-    """Return `key: OLD there, NEW here` for each difference that prevents the run from continuing.
-
-    there: recipe of the existing run. here: new recipe.
-    """
+    """Return `key: OLD there, NEW here` for each difference that prevents the run from continuing."""
     old, new = (flatten_keys(r.model_dump(mode="json", exclude=REWARD_MAY_CHANGE)) for r in (there, here))
     # With buckets, a micro-batch has images of one size, so engine.micro_batch_size affects the order of samples.
     decides_order = here.data.buckets is not None and not here.is_rl

@@ -178,10 +178,7 @@ def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
-    """Upload result.json if S3 has all other files.
-
-    If the upload fails, updates `storage` in result.json. Returns the updated `copies`.
-    """
+    """Upload result.json if S3 has all other files. If that fails, update `storage` in it. Returns new `copies`."""
     if copies.missing:
         return copies
     try:

@@ -56,10 +56,7 @@ def remove_part_files(paths: Iterable[Path]) -> None:
 
 
 def remove_stale(paths: Iterable[Path], now_s: float) -> None:
-    """Remove the temporary files and folders among `paths` in which nothing has changed for STALE_S seconds.
-
-    now_s: current Unix time in seconds.
-    """
+    """Remove the temporary files and folders that have not changed for STALE_S seconds. now_s: Unix time."""
     for path in paths:
         with contextlib.suppress(OSError):  # already removed, or of another user; it does no harm
             # Check files too: writing to a file does not change the modification time of its folder.
@@ -69,10 +66,7 @@ def remove_stale(paths: Iterable[Path], now_s: float) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str = MAKING_PREFIX) -> Iterator[Path]:
-    """Yield a new folder in `parent` and remove it at the end. Raises OSError.
-
-    Also removes folders with this prefix that have not changed for STALE_S seconds.
-    """
+    """Yield a new folder in `parent`, removed at the end. Also removes stale ones with this prefix. Raises OSError."""
     remove_stale(parent.glob(temporary_pattern(prefix)), time.time())
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
         yield Path(folder)

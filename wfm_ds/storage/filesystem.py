@@ -105,10 +105,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
-    """Convert I/O errors in the `with` block, except FileNotFoundError, to StorageError.
-
-    action: `read` or `written`, for the message.
-    """
+    """Convert I/O errors except FileNotFoundError to StorageError. action: `read` or `written`, for the message."""
     try:
         yield
     except FileNotFoundError:
@@ -129,10 +126,7 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a local or S3 file, starting at byte `offset`.
-
-    Raises FileNotFoundError. Raises StorageError if reading fails or the file is too short.
-    """
+    """Read bytes of a local or S3 file. Raises FileNotFoundError, and StorageError also if it is too short."""
     fs, path = open_filesystem(address)
     with convert_storage_errors(address):
         content: bytes = fs.cat_file(path, start=offset, end=offset + size)

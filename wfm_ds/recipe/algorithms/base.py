@@ -83,10 +83,7 @@ class ModelProperties(Protocol):
         """
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """Return the scheduler's timestep shift for this sample size and number of steps.
-
-        Raises ModelError if the scheduler has no shift.
-        """
+        """Return the scheduler's timestep shift for these samples. Raises ModelError if it has none."""
 
     def stream_sizes(self, sampling: SamplingRecipe, /) -> Mapping[str, int]:
         """Return {stream: number of latent elements} of a sample with several streams, otherwise {}."""
@@ -171,9 +168,7 @@ class AlgorithmSettings(Section):
         """Raise UserError if this algorithm cannot train `model` with these settings."""
 
     def check_streams(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if the model has several streams of latents, such as video and sound, and this algorithm
-        cannot train them.
-        """
+        """Raise RecipeError if the algorithm cannot train a model with several streams, such as video and sound."""
         if streams := model.stream_sizes(sampling):
             raise RecipeError(
                 f"algorithm {self.name} does not support {model.family} yet, which generates {' and '.join(streams)}: "
