@@ -99,11 +99,7 @@ def test_each_rl_step_trains_the_fake_score_and_then_the_student():
             },
             "sampling.eval_solver: cps does not work with conditioning frames: set it to ode, or remove",
         ),
-        (
-            DMD2,
-            {"sampling": {"eval_steps": 28}},
-            "sampling.eval_steps 28 and eval_grid stock are not those of the student",
-        ),
+        (DMD2, {"sampling": {"eval_steps": 28}}, "eval_steps 28 and eval_grid stock are not those of the student"),
         (DMD2, {"sampling": {"grid": "even"}}, "set eval_steps to 4 and eval_grid to even"),
         (
             REWARDED,
@@ -121,18 +117,10 @@ def test_each_rl_step_trains_the_fake_score_and_then_the_student():
         (DMD2, {"reward": REWARD}, "reads the section reward only with algorithm.reward: set it, or remove"),
         (DMD2, {"validation": {"rollout_correlation": True}}, "does not read validation.rollout_correlation"),
         (REWARDED, {"sampling": RENOISE}, "algorithm dmd2 needs the section reward"),
-        (
-            REWARDED,
-            {"reward": REWARD},
-            "algorithm.reward.loss: flow_grpo needs a stochastic solver, sampling.solver ode",
-        ),
+        (REWARDED, {"reward": REWARD}, "reward.loss: flow_grpo needs a stochastic solver, sampling.solver ode"),
         (REWARDED, {"reward": REWARD, "sampling": {"steps": 1}}, "but sampling.steps is 1: set loss to diffusion_nft"),
         (REWARDED, {"reward": REWARD, "sampling": RENOISE, "rollout": {"group_size": 1}}, "rollout.group_size 1: adv"),
-        (
-            {**DMD2, "reward": {"loss": "flow_grpo", "beta": 0.5}},
-            {"reward": REWARD},
-            "only read with loss: diffusion_nft",
-        ),
+        ({**DMD2, "reward": {"loss": "flow_grpo", "beta": 0.5}}, {"reward": REWARD}, "read with loss: diffusion_nft"),
         ({**DMD2, "reward": {"loss": "awm"}}, {"reward": REWARD}, "'flow_grpo' or 'diffusion_nft'"),
     ],
 )

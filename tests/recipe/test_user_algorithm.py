@@ -65,10 +65,7 @@ def test_its_settings_are_read_and_written_like_ours(load, tmp_path):
 @check_each(
     ("key", "says"),
     [
-        (
-            "temprature: 0.5",
-            r"mine.yaml:7: algorithm.temprature is not a key of mine_\d+:Mine; did you mean temperature\?",
-        ),
+        ("temprature: 0.5", r"yaml:7: algorithm.temprature is not a key of mine_\d+:Mine; did you mean temperature\?"),
         ("temperature: warm", "mine.yaml:7: algorithm.temperature: expected a number, got 'warm'"),
         ("best_of_n: 6", "best_of_n 6 is more than rollout.group_size 4"),  # a rule of all algorithms
     ],
