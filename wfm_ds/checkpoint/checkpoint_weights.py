@@ -72,18 +72,15 @@ class CheckpointWeights:
             if not name.startswith(prefix):
                 continue
             own_name = name.removeprefix(prefix)
-            match, saved_match = (
-                key.fullmatch(own_name.replace(ADAPTER_INFIX, ".")) for key in (LORA_KEY, WHOLE_LAYER_KEY)
-            )
+            plain_name = own_name.replace(ADAPTER_INFIX, ".")
+            match, saved_match = LORA_KEY.fullmatch(plain_name), WHOLE_LAYER_KEY.fullmatch(plain_name)
             weight = weights.get(f"{match['module']}.weight") if match else None
+            saved = weights.get(f"{saved_match['module']}.{saved_match['kind']}") if saved_match else None
             if match and weight is not None:
                 matrices = adapter_shapes(weight, int(self.settings["r"]), dora=True)
                 shapes[own_name] = matrices[match["matrix"]]
-            elif (
-                saved_match
-                and (whole_shape := weights.get(f"{saved_match['module']}.{saved_match['kind']}")) is not None
-            ):
-                shapes[own_name] = list(whole_shape)
+            elif saved is not None:
+                shapes[own_name] = list(saved)
         return shapes
 
     def _read_buffers(self, part: str) -> Iterator[tuple[str, Tensor]]:

@@ -232,8 +232,6 @@ def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Co
     Folders of later steps are removed too: they are damaged, because the run did not resume from them.
     """
     all_steps = set(list_steps(root))
-    steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {
-        step for step in protected_steps if step <= newest
-    }
-    for step in all_steps - steps_kept:
+    protected = {step for step in protected_steps if step <= newest}
+    for step in all_steps - steps_to_keep(all_steps, newest=newest, keep=keep) - protected:
         _remove_folder(root / f"step_{step}")

@@ -137,9 +137,7 @@ def describe_type(slot: SchemaNode) -> str:
 def member_names(slot: SchemaNode) -> list[str]:
     """Return all values of a union's selector key, such as the names of all algorithms."""
     assert slot.discriminator is not None
-    return [
-        str(name) for member in slot.union_members() for name in discriminator_values(member.type, slot.discriminator)
-    ]
+    return [str(name) for m in slot.union_members() for name in discriminator_values(m.type, slot.discriminator)]
 
 
 def _describe_member(slot: SchemaNode) -> str:
@@ -148,24 +146,19 @@ def _describe_member(slot: SchemaNode) -> str:
         return f"one of {', '.join(map(str, items))}" if len(items) > 1 else str(items[0])
     if origin is list:
         at_least = [c.min_length for c in slot.constraints if isinstance(c, annotated_types.MinLen)]
-        return (
-            f"a list{f' of at least {at_least[0]}' if at_least else ''}, each "
-            f"{describe_type(SchemaNode.from_annotation(items[0]))}"
-        )
+        each = describe_type(SchemaNode.from_annotation(items[0]))
+        return f"a list{f' of at least {at_least[0]}' if at_least else ''}, each {each}"
     if origin is tuple:
-        each = list(dict.fromkeys(describe_type(SchemaNode.from_annotation(item)) for item in items))
-        return f"a list of {len(items)}, {'each ' if len(each) == 1 else ''}{', '.join(each)}"
+        kinds = list(dict.fromkeys(describe_type(SchemaNode.from_annotation(item)) for item in items))
+        return f"a list of {len(items)}, {'each ' if len(kinds) == 1 else ''}{', '.join(kinds)}"
     if isinstance(slot.type, type) and issubclass(slot.type, BaseModel):
         return f"a mapping with keys of {', '.join(slot.type.model_fields)}"
     if origin is dict:
         return "a mapping"
     if any(getattr(c, "pattern", None) == CLASS_PATTERN for c in slot.constraints):
         return CLASS_PATH_FORM
-    bounds = [
-        f"{BOUND_SYMBOLS[type(c)][1]} {getattr(c, BOUND_SYMBOLS[type(c)][0])}"
-        for c in slot.constraints
-        if type(c) in BOUND_SYMBOLS
-    ]
+    limits = [(item, *BOUND_SYMBOLS[type(item)]) for item in slot.constraints if type(item) in BOUND_SYMBOLS]
+    bounds = [f"{symbol} {getattr(item, name)}" for item, name, symbol in limits]
     return " ".join([TYPE_NAMES.get(slot.type, "anything"), " and ".join(bounds)]).strip()
 
 
@@ -205,11 +198,8 @@ def iterate_sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
 def _iterate_node_sections(slot: SchemaNode, path: KeyPath) -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
     for member in slot.union_members():
         if isinstance(member.type, type) and issubclass(member.type, BaseModel):
-            title = (
-                str(discriminator_values(member.type, slot.discriminator)[0])
-                if slot.discriminator
-                else join_key_path(path)
-            )
+            name = slot.discriminator and discriminator_values(member.type, slot.discriminator)[0]
+            title = str(name) if name else join_key_path(path)
             yield path, title, member.type
             for key, field in member.type.model_fields.items():
                 yield from _iterate_node_sections(SchemaNode.from_field(field), (*path, key))
@@ -225,12 +215,8 @@ def find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tup
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(key, entry, slot.child(key, value)) for key, entry in entries]
-        return [
-            misread
-            for key, entry, s in inner
-            if s is not None
-            for misread in find_misread_values(s, entry, (*path, key))
-        ]
+        found = [find_misread_values(node, entry, (*path, key)) for key, entry, node in inner if node is not None]
+        return [misread for misreads in found for misread in misreads]
     allowed = scalar_types(slot)
     is_whole = isinstance(value, int | float) and int in allowed and float not in allowed
     if is_whole and MAX_INTEGER < abs(value) < math.inf:
@@ -301,9 +287,7 @@ def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTr
             text = _describe_unknown_key(spot)
         case "missing":
             text = _describe_missing_key(spot)
-        case "union_tag_invalid" | "union_tag_not_found" if (
-            spot.node is not None and spot.node.discriminator is not None
-        ):
+        case "union_tag_invalid" | "union_tag_not_found" if spot.node and spot.node.discriminator:
             text, path = _describe_unknown_name(spot)
         case _ if spot.node is not None:
             text = _describe_unexpected_value(spot)

@@ -111,9 +111,8 @@ def check_option_inputs(family: type[DiffusionModel], model: str, names: Collect
             raise UserError(f"{INPUT_OPTIONS[name]}: {family.family} ({model}) does not support {name}: remove it")
     for name, spec in family.input_specs.items():
         if spec.required and name not in names:
-            hint = (
-                f"pass {INPUT_OPTIONS[name]}" if name in INPUT_OPTIONS else "it is only available in a run's validation"
-            )
+            option = INPUT_OPTIONS.get(name)
+            hint = f"pass {option}" if option else "it is only available in a run's validation"
             raise UserError(f"{family.family} ({model}) needs the input {name}: {hint}")
 
 

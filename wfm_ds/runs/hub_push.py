@@ -105,9 +105,8 @@ class HubPush:
             api, repo = HfApi(), self.repo
             samples = list_last_samples(self.recipe.run.output_dir)
             base_id = base_model_id(self.recipe.model.path, base)
-            card = build_model_card(
-                self.recipe, repo, step, hub_loading_lines(lines, folder, base, repo), base_id, samples
-            )
+            lines = hub_loading_lines(lines, folder, base, repo)
+            card = build_model_card(self.recipe, repo, step, lines, base_id, samples)
             files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
             contents: dict[str, str | bytes] = {name: str(path) for name, path in (files | samples).items()}
             contents["README.md"] = card.encode()
@@ -220,9 +219,8 @@ def list_last_samples(output_dir: Path) -> dict[str, Path]:
 def _metrics_section(output_dir: Path) -> Iterator[str]:
     last: dict[str, float] = {}
     for row in read_json_rows(output_dir / METRICS_FILE):
-        last |= {
-            tag: value for tag, value in row.items() if tag.startswith(SHOWN_METRICS) and isinstance(value, int | float)
-        }
+        shown = {tag: value for tag, value in row.items() if tag.startswith(SHOWN_METRICS)}
+        last |= {tag: value for tag, value in shown.items() if isinstance(value, int | float)}
     rows = [f"| `{tag}` | {value:.5g} |" for tag, value in sorted(last.items())[:MAX_METRICS]]
     if rows:
         yield "\n".join(["## Metrics\n", "| metric | last value |", "|---|---|", *rows])

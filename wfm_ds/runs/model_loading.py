@@ -112,9 +112,8 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
         try:
             check_latent_shape(model.denoiser, recipe.engine.sequence_parallel, shape)
         except UserError as error:
-            section = (
-                "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
-            )
+            is_main_size = (height, width) == (recipe.sampling.height, recipe.sampling.width)
+            section = "sampling" if is_main_size else "data.buckets"
             raise RecipeError(f"{section}: size [{height}, {width}] cannot be split over ranks: {error}") from error
 
 
@@ -132,9 +131,8 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
     views = [recipe.data.viewpoint, *(part.viewpoint for part, _ in recipe.data.set_recipes().values())]
     if any(views):
         require_viewpoints(model, recipe.sampling, "data.viewpoint")
-    if missing := [
-        name for name, spec in model.input_specs.items() if spec.required and name not in recipe.data.inputs
-    ]:
+    required = [name for name, spec in model.input_specs.items() if spec.required]
+    if missing := [name for name in required if name not in recipe.data.inputs]:
         raise RecipeError(f"{model.family} needs {', '.join(missing)}: add it to data.inputs")
     if recipe.data.image_inputs:
         check_sources(recipe, model)

@@ -262,7 +262,7 @@ class RolloutSettings(AlgorithmSettings):
         return 1
 
     def num_trained_samples(self, group_size: int) -> int:
-        return group_size
+        return self.num_selected or group_size
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         """Return the number of noise levels (loss terms) that each rollout sample is trained on."""
@@ -347,9 +347,6 @@ class RlSettings(AdvantageSettings, RolloutSettings):
     @property
     def num_sample_parts(self) -> int:
         return self.updates_per_rollout
-
-    def num_trained_samples(self, group_size: int) -> int:
-        return self.best_of_n or group_size
 
     @property
     def has_regularizer(self) -> bool:
