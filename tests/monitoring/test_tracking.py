@@ -10,6 +10,7 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from wfm_ds.monitoring.samples import GeneratedSample
 from wfm_ds.monitoring.trackers import TRACKERS, TensorBoard, chart_layout, require_trackers
 from wfm_ds.monitoring.tracking import RUN_ID_FILES, RunInfo, TrackerError, TrackerThread
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import TrackerName
 
 RECIPE = {
     "run": {"output_dir": "out", "steps": 3},
@@ -130,7 +132,7 @@ def test_a_missing_tracker_package_is_a_one_line_error(monkeypatch):
     with pytest.raises(TrackerError, match=r"logging.trackers: wandb is not installed: pip install 'wfm_ds\[wandb\]'"):
         require_trackers(recipe)
     require_trackers(Recipe.model_validate({**RECIPE, "logging": {"tensorboard": False}}))
-    assert all(tracker.name == name for name, tracker in TRACKERS.items())
+    assert TRACKERS.keys() == set(get_args(TrackerName))
 
 
 def test_options_without_their_tracker_are_refused():

@@ -267,10 +267,9 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
     lora = None if config is None else adapter_settings(config, target.base)
     export_info = target.to_json() | {"dtype": str(dtype).removeprefix("torch."), "lora": lora}
     metadata_values = {"engine": engine.step_counters(), "loop": dict(loop), "layout": layout, "export": export_info}
-    if engine.extra_shards:
-        metadata_values["adapter_layouts"] = {
-            name: layout_to_json(shards.slices_by_name()) for name, shards in engine.extra_shards.items()
-        }
+    extra = {name: layout_to_json(shards.slices_by_name()) for name, shards in engine.extra_shards.items()}
+    if extra:
+        metadata_values["adapter_layouts"] = extra
     metadata = {name: json.dumps(value) for name, value in metadata_values.items()}
     recipe = recipe_file.dump_recipe(engine.recipe) if engine.world.is_main else None
     return RankState(engine.world.rank, tensors, metadata, recipe)

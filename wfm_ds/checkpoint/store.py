@@ -9,12 +9,13 @@ All ranks must share one file system.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +70,9 @@ class CheckpointSave:
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
         temporary_folder = self.temporary_folder = root / f"step_{step}{TEMPORARY_SUFFIX}"
-        world.run_checked(
-            lambda: _translate_write_errors(temporary_folder, lambda: _create_folder(temporary_folder)), on="main"
-        )
+        world.run_checked(lambda: _create_folder(temporary_folder), on="main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._write_result = self._thread.submit(
-            _translate_write_errors, temporary_folder, lambda: _write_share(temporary_folder, world.rank, write)
-        )
+        self._write_result = self._thread.submit(_write_share, temporary_folder, world.rank, write)
 
     def is_share_written(self) -> bool:
         """Return whether this rank has finished writing or failed to write. The result may differ between ranks."""
@@ -90,12 +87,8 @@ class CheckpointSave:
         world, temporary_folder = self.world, self.temporary_folder
         try:
             world.run_checked(self._write_result.result)
-            world.run_checked(
-                lambda: _translate_write_errors(
-                    temporary_folder, lambda: _complete_folder(temporary_folder, self.step, world.size, self.metadata)
-                ),
-                on="main",
-            )
+            facts = self.metadata
+            world.run_checked(lambda: _complete_folder(temporary_folder, self.step, world.size, facts), on="main")
         except UserError:
             if world.is_main:
                 shutil.rmtree(temporary_folder, ignore_errors=True)  # may have filled the disk
@@ -107,9 +100,10 @@ class CheckpointSave:
         return self.root / f"step_{self.step}"
 
 
-def _translate_write_errors(making: Path, work: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _translate_write_errors(making: Path) -> Iterator[None]:
     try:
-        work()
+        yield
     except OSError as error:
         raise UserError(
             f"{making.with_suffix('')}: the checkpoint could not be written ({error}); earlier ones are "
@@ -118,12 +112,13 @@ def _translate_write_errors(making: Path, work: Callable[[], None]) -> None:
 
 
 def _create_folder(making: Path) -> None:
-    if making.exists():  # left by a killed run
-        shutil.rmtree(making)
-    making.mkdir(parents=True)
-    for entry in making.parent.iterdir():  # also left by killed runs, at other steps
-        if entry != making and entry.suffix == TEMPORARY_SUFFIX and STEP_FOLDER.fullmatch(entry.stem):
-            _remove_folder(entry)
+    with _translate_write_errors(making):
+        if making.exists():  # left by a killed run
+            shutil.rmtree(making)
+        making.mkdir(parents=True)
+        for entry in making.parent.iterdir():  # also left by killed runs, at other steps
+            if entry != making and entry.suffix == TEMPORARY_SUFFIX and STEP_FOLDER.fullmatch(entry.stem):
+                _remove_folder(entry)
 
 
 def _remove_folder(folder: Path) -> None:
@@ -134,30 +129,32 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    files = write(making)
-    for path in files:
-        atomic.sync_to_disk(path)
-    for folder in {path.parent for path in files}:
-        atomic.sync_to_disk(folder)
-    sizes = {path.relative_to(making).as_posix(): path.stat().st_size for path in files}
-    atomic.write_text(making / rank_marker_name(rank), json.dumps(sizes))
+    with _translate_write_errors(making):
+        files = write(making)
+        for path in files:
+            atomic.sync_to_disk(path)
+        for folder in {path.parent for path in files}:
+            atomic.sync_to_disk(folder)
+        sizes = {path.relative_to(making).as_posix(): path.stat().st_size for path in files}
+        atomic.write_text(making / rank_marker_name(rank), json.dumps(sizes))
 
 
 def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    files: dict[str, int] = {}
-    for rank in range(world_size):
-        files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
-    changed = [name for name, size in files.items() if (making / name).stat().st_size != size]
-    if changed:
-        raise OSError(f"files changed their size after they were written: {', '.join(changed)}")
-    complete = {"step": step, "world_size": world_size, "facts": dict(facts), "files": files}
-    atomic.write_text(making / COMPLETE, json.dumps(complete, indent=1) + "\n")
-    final = making.with_suffix("")
-    if final.exists():  # damaged, because the run would otherwise have resumed from it
-        shutil.rmtree(final)
-    making.rename(final)
-    atomic.sync_to_disk(final.parent)
-    atomic.write_text(final.parent / LATEST, final.name + "\n")
+    with _translate_write_errors(making):
+        files: dict[str, int] = {}
+        for rank in range(world_size):
+            files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
+        changed = [name for name, size in files.items() if (making / name).stat().st_size != size]
+        if changed:
+            raise OSError(f"files changed their size after they were written: {', '.join(changed)}")
+        complete = {"step": step, "world_size": world_size, "facts": dict(facts), "files": files}
+        atomic.write_text(making / COMPLETE, json.dumps(complete, indent=1) + "\n")
+        final = making.with_suffix("")
+        if final.exists():  # damaged, because the run would otherwise have resumed from it
+            shutil.rmtree(final)
+        making.rename(final)
+        atomic.sync_to_disk(final.parent)
+        atomic.write_text(final.parent / LATEST, final.name + "\n")
 
 
 def rank_marker_name(rank: int) -> str:

@@ -84,12 +84,8 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
         if not has_warned:
-            log.warning(
-                "the page %s cannot be written (%s: %s); the run continues",
-                folder / INDEX_FILE,
-                type(error).__name__,
-                error,
-            )
+            kind = type(error).__name__
+            log.warning("the page %s cannot be written (%s: %s); the run continues", folder / INDEX_FILE, kind, error)
         return False
     return True
 

@@ -254,14 +254,8 @@ class Trackio:
             import trackio
 
             name = run.load_or_create(TRACKIO_ID, lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
-            settings = {
-                "project": run.project,
-                "name": name,
-                "config": dict(run.recipe),
-                "resume": "allow",
-                **run.options,
-            }
-            self._trackio, self._run = trackio, trackio.init(**settings)
+            settings = {"project": run.project, "name": name, "config": dict(run.recipe), "resume": "allow"}
+            self._trackio, self._run = trackio, trackio.init(**settings | dict(run.options))
         log.info("trackio: open the run with %s=%s trackio show", TRACKIO_VARIABLE, os.environ[TRACKIO_VARIABLE])
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -315,13 +309,8 @@ class SwanLab:
             self._run.finish(SWANLAB_STATES[status], "the run failed" if status == "failed" else None)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-    "swanlab": SwanLab,
-}
+CLASSES: tuple[type[Tracker], ...] = (TensorBoard, WeightsAndBiases, MLflow, Trackio, SwanLab)
+TRACKERS = {tracker.name: tracker for tracker in CLASSES}
 
 
 def require_trackers(recipe: Recipe) -> None:

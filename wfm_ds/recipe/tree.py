@@ -242,11 +242,8 @@ class _NodeReader:
                 shown = shorten_text(str(key.value)) if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 self._add_problem(key, f"a key must be text, got {shown}: put it in quotes")
             elif key.value in pairs:
-                self._add_problem(
-                    key,
-                    f"duplicate key {join_key_path((*path, key.value))}; first at "
-                    f"{self._locate_node(pairs[key.value][0])}",
-                )
+                name, first = join_key_path((*path, key.value)), self._locate_node(pairs[key.value][0])
+                self._add_problem(key, f"duplicate key {name}; first at {first}")
             else:
                 pairs[key.value] = (key, value)
         return pairs
