@@ -31,6 +31,8 @@ class TinyFamily:
     name: str
     released: tuple[str, ...]
     """Lower-case parts of the names of the released models that this pipeline replaces."""
+    pipelines: tuple[str, ...] = ()
+    """Pipeline classes of diffusers. Empty for the Wan classes that have several families."""
     height: int = 32
     width: int = 32
     is_video: bool = False
@@ -41,24 +43,37 @@ class TinyFamily:
 
 # The first match wins.
 TINY_FAMILIES = (
-    TinyFamily("sd3", ("stable-diffusion-3",)),
-    TinyFamily("flux2", ("flux.2-klein",)),
-    TinyFamily("flux2_dev", ("flux.2-dev",)),
-    TinyFamily("flux_kontext", ("flux.1-kontext",)),
-    TinyFamily("qwen_image_edit_plus", ("qwen-image-edit-2509", "qwen-image-edit-2511")),
-    TinyFamily("qwen_image_edit", ("qwen-image-edit",)),
-    TinyFamily("qwen_image", ("qwen-image",)),
-    TinyFamily("z_image", ("z-image",)),
-    TinyFamily("ltx2", ("ltx-2",), is_video=True),
-    TinyFamily("hunyuan_video15", ("hunyuanvideo-1.5",), is_video=True),
-    TinyFamily("sana_video", ("sana-video",), is_video=True),
-    TinyFamily("sana_wm", ("sana-wm",), is_video=True),
-    TinyFamily("sana", ("sana1.5", "sana_1600m", "sana_600m")),
-    TinyFamily("cosmos25_actions", ("action-cond",), is_video=True, action_size=(16, 32), has_guardrail=True),
-    TinyFamily("cosmos25", ("cosmos-predict2.5",), is_video=True, has_guardrail=True),
-    TinyFamily("cosmos3", ("cosmos3",), is_video=True, action_size=ACTION_SIZE, has_guardrail=True),
+    TinyFamily("sd3", ("stable-diffusion-3",), ("StableDiffusion3Pipeline",)),
+    TinyFamily("flux2", ("flux.2-klein",), ("Flux2KleinPipeline",)),
+    TinyFamily("flux2_dev", ("flux.2-dev",), ("Flux2Pipeline",)),
+    TinyFamily("flux_kontext", ("flux.1-kontext",), ("FluxKontextPipeline",)),
+    TinyFamily(
+        "qwen_image_edit_plus", ("qwen-image-edit-2509", "qwen-image-edit-2511"), ("QwenImageEditPlusPipeline",)
+    ),
+    TinyFamily("qwen_image_edit", ("qwen-image-edit",), ("QwenImageEditPipeline",)),
+    TinyFamily("qwen_image", ("qwen-image",), ("QwenImagePipeline",)),
+    TinyFamily("z_image", ("z-image",), ("ZImagePipeline",)),
+    TinyFamily("ltx2", ("ltx-2",), ("LTX2Pipeline",), is_video=True),
+    TinyFamily("hunyuan_video15", ("hunyuanvideo-1.5",), ("HunyuanVideo15Pipeline",), is_video=True),
+    TinyFamily("sana_video", ("sana-video",), ("SanaVideoPipeline", "SanaImageToVideoPipeline"), is_video=True),
+    TinyFamily("sana_wm", ("sana-wm",), ("SanaWMPipeline",), is_video=True),
+    TinyFamily("sana", ("sana1.5", "sana_1600m", "sana_600m"), ("SanaPipeline",)),
+    TinyFamily(
+        "cosmos25_actions",
+        ("action-cond",),
+        ("CosmosActionPipeline",),
+        is_video=True,
+        action_size=(16, 32),
+        has_guardrail=True,
+    ),
+    TinyFamily(
+        "cosmos25", ("cosmos-predict2.5",), ("Cosmos2_5_PredictBasePipeline",), is_video=True, has_guardrail=True
+    ),
+    TinyFamily(
+        "cosmos3", ("cosmos3",), ("Cosmos3OmniPipeline",), is_video=True, action_size=ACTION_SIZE, has_guardrail=True
+    ),
     TinyFamily("wan21_i2v", ("wan2.1-i2v", "wan2.1-flf2v"), is_video=True),
-    TinyFamily("wan_vace", ("wan2.1-vace", "wan2.2-vace"), is_video=True),
+    TinyFamily("wan_vace", ("wan2.1-vace", "wan2.2-vace"), ("WanVACEPipeline",), is_video=True),
     TinyFamily("wan21", ("wan2.1",), is_video=True),
     TinyFamily("wan22_i2v", ("wan2.2-i2v",), is_video=True),
     TinyFamily("wan22_ti2v", ("wan2.2-ti2v",), is_video=True),
@@ -81,26 +96,6 @@ TINY_FAMILIES = (
     TinyFamily("digits", ("quickstart",), height=8, width=8),
 )
 _BY_NAME = {family.name: family for family in TINY_FAMILIES}
-_PIPELINE_CLASSES = {  # without the Wan classes that have several families
-    "StableDiffusion3Pipeline": "sd3",
-    "Flux2KleinPipeline": "flux2",
-    "Flux2Pipeline": "flux2_dev",
-    "FluxKontextPipeline": "flux_kontext",
-    "QwenImagePipeline": "qwen_image",
-    "QwenImageEditPipeline": "qwen_image_edit",
-    "QwenImageEditPlusPipeline": "qwen_image_edit_plus",
-    "ZImagePipeline": "z_image",
-    "SanaPipeline": "sana",
-    "SanaVideoPipeline": "sana_video",
-    "SanaImageToVideoPipeline": "sana_video",
-    "SanaWMPipeline": "sana_wm",
-    "LTX2Pipeline": "ltx2",
-    "HunyuanVideo15Pipeline": "hunyuan_video15",
-    "Cosmos2_5_PredictBasePipeline": "cosmos25",
-    "CosmosActionPipeline": "cosmos25_actions",
-    "Cosmos3OmniPipeline": "cosmos3",
-    "WanVACEPipeline": "wan_vace",
-}
 LANGUAGE_MODELS = {"qwen2_5_vl": "qwen25vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe"}
 
 NUM_STEPS = 2
@@ -155,9 +150,8 @@ def _read_family(folder: Path) -> str:
         return "wan22_ti2v" if index.get("expand_timesteps") else version
     if name == "WanImageToVideoPipeline":
         return f"{version}_i2v"
-    if name in _PIPELINE_CLASSES:
-        return _PIPELINE_CLASSES[name]
-    return LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
+    language_model = LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
+    return next((family.name for family in TINY_FAMILIES if name in family.pipelines), language_model)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
