@@ -259,7 +259,10 @@ class Recipe(Section):
     def _check_trajectories(self) -> None:
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
-            raise ValueError("validation.prompts has only texts and no data.inputs: remove it, and set validation.path")
+            raise ValueError(
+                "validation.prompts has only texts, but samples are conditioned on data.inputs: remove it, and set "
+                "validation.path"
+            )
         if "actions" in inputs and self.sampling.num_frames == 1:
             raise ValueError("data.inputs: actions needs sampling.num_frames above 1: raise it, or remove actions")
         if not self.is_rl or self.rl.rollout.trajectories == "data":
@@ -284,7 +287,9 @@ class Recipe(Section):
                 f"{' and '.join(unread)}: remove it"
             )
         if unread := list_unread_async_keys(self):
-            raise ValueError(f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set async")
+            raise ValueError(
+                f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
+            )
 
     def _check_sample_selection(self) -> None:
         if not self.is_rl:
