@@ -8,7 +8,7 @@ import time
 import pytest
 
 from wfm_ds.data import captioned_folder
-from wfm_ds.data.captioned_folder import CaptionCache, CaptionedFolder, CosmosFolder
+from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 
 LATER_NS = int(2 * captioned_folder.RECENT_S * 1e9)  # at this time no file written by a test counts as recent
@@ -103,14 +103,8 @@ def test_a_file_that_took_anothers_place_is_read_again(folder, reads, later):
 
 def test_recently_changed_captions_are_not_cached(folder, reads):
     """A change within one tick of the file system clock does not change the timestamp."""
-    path = write(folder, "a", "first")
-    kept = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
-    state = kept.file_state(str(path))
-    kept.store(str(path), state, ["first", None, {}])
-    assert kept.lookup(str(path), state) == (False, None)
-    kept.save()
-    again = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
-    assert again.lookup(str(path), state) == (False, None)
+    assert scan(folder) == scan(folder)
+    assert sorted(reads) == sorted(2 * ["a.json", "b.json", "bad.json"])
 
 
 def test_removed_and_new_captions_are_detected(folder, reads, later):

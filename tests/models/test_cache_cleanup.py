@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.data.captioned_folder import CaptionCache
+from wfm_ds.data.captioned_folder import CaptionReader
 from wfm_ds.language.packed_sequences import SizeCache
 from wfm_ds.models.assets import cache_cleanup
 from wfm_ds.models.assets.text_cache import TEXT_FOLDER
@@ -58,8 +58,9 @@ def test_old_files_of_killed_writers_are_removed_from_caches(tmp_path, user_cach
     for store in stores:
         store.write({"number": 0}, row)
     entries = files_in(own, user_cache)
-    captions = CaptionCache(tmp_path, user_cache, now_ns=time.time_ns())
-    captions.store("a.txt", [0, 0, 0, 0], "a cat")
+    captions = CaptionReader(tmp_path, user_cache)
+    (tmp_path / "a.txt").write_text("a cat")
+    captions.read(str(tmp_path / "a.txt"), bytes.decode)
     for write in [
         *[lambda store=store: store.write({"number": 1}, row) for store in stores],
         captions.save,

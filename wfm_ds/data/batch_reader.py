@@ -8,14 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import BAD_MEDIA_REASONS, BadMedia, Draw, Framing, convert_decode_errors
+from wfm_ds.data.pixels import BAD_MEDIA_REASONS, BadMedia, Framing, convert_decode_errors
 from wfm_ds.data.samples import Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import draw_uniform
@@ -59,21 +59,10 @@ class TrainingSample:
         return self.pixels.frames if isinstance(self.pixels, SoundClip) else self.pixels
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The sample for a position, or None if no file is good, and the errors of the bad files that were tried."""
-
-    sample: TrainingSample | None
-    failures: tuple[BadMedia, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleCandidate:
-    """A sample that may be read for a position. `framing` determines its crop size and frames."""
-
-    sample: Sample
-    framing: Framing
-    epoch: int
+Candidate: TypeAlias = tuple[Sample, Framing, int]
+"""A sample that may be read for a position, its framing (crop size and frames), and its epoch."""
+LoadResult: TypeAlias = tuple[TrainingSample | None, list[BadMedia]]
+"""The sample for a position, or None if no file is good, and the errors of the bad files that were tried."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -102,7 +91,7 @@ class BatchReader(ABC):
         self._ahead: dict[int, Future[LoadResult]] = {}  # by position
 
     @abstractmethod
-    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+    def _list_candidates(self, position: int) -> Iterator[Candidate]:
         """Yield the sample at a position, then its substitutes. Worker threads call this; it must not change state."""
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
@@ -111,7 +100,11 @@ class BatchReader(ABC):
         Raises DataError if too many files are bad (max_bad_fraction), or if a file and all its substitutes are bad. The
         other ranks do not get this error.
         """
-        positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
+        if self.global_batch % world_size:
+            raise ValueError(f"{world_size} ranks cannot share a global batch of {self.global_batch} evenly")
+        size = self.global_batch // world_size
+        firsts = ((s - 1) * self.global_batch + rank * size for s in (step, step + 1))
+        positions, next_positions = (range(first, first + size) for first in firsts)
         return self.read_positions(positions, ahead=next_positions)
 
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
@@ -132,11 +125,7 @@ class BatchReader(ABC):
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        return {
-            "bad": dict(self.bad),
-            "logged": dict(self._logged),
-            "recent": [int(bad) for bad in self._recent],
-        }
+        return {"bad": dict(self.bad), "logged": dict(self._logged), "recent": [int(bad) for bad in self._recent]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.bad = Counter(state["bad"])
@@ -159,13 +148,6 @@ class BatchReader(ABC):
         """Stop prefetching without waiting for running reads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batch_positions(self, step: int, rank: int, world_size: int) -> range:
-        if self.global_batch % world_size:
-            raise ValueError(f"{world_size} ranks cannot share a global batch of {self.global_batch} evenly")
-        size = self.global_batch // world_size
-        first = (step - 1) * self.global_batch + rank * size
-        return range(first, first + size)
-
     def _submit(self, positions: Sequence[int]) -> dict[int, Future[LoadResult]]:
         for position in self._ahead.keys() - set(positions):  # left over after a jump to another step
             self._ahead.pop(position).cancel()
@@ -176,14 +158,15 @@ class BatchReader(ABC):
         failures: list[BadMedia] = []
         for candidate in self._list_candidates(position):
             try:
-                return LoadResult(self._decode(candidate, position), tuple(failures))
+                return self._decode(*candidate, position), failures
             except BadMedia as failure:
                 failures.append(failure)
-        return LoadResult(None, tuple(failures))
+        return None, failures
 
-    def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
-        sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
-        draw = self._make_draw(epoch, sample.id)
+    def _decode(self, sample: Sample, framing: Framing, epoch: int, position: int) -> TrainingSample:
+        def draw(purpose: str) -> float:
+            return draw_uniform(self.seed, purpose, epoch, sample.id)
+
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)
         if sample.texts:
             prompt = replace(prompt, text=sample.texts[int(draw("caption") * len(sample.texts))])
@@ -209,22 +192,19 @@ class BatchReader(ABC):
 
         return decode_media(sample.media, None if sample.rejected is None else decode_media(sample.rejected))
 
-    def _make_draw(self, epoch: int, sample_id: str) -> Draw:
-        return lambda purpose: draw_uniform(self.seed, purpose, epoch, sample_id)
-
     def _wait_for_sample(self, position: int, future: Future[LoadResult]) -> TrainingSample:
         try:
-            loaded = future.result(timeout=READ_TIMEOUT_S)
+            sample, failures = future.result(timeout=READ_TIMEOUT_S)
         except TimeoutError as error:
             raise DataError(f"reading the sample at position {position} exceeded {READ_TIMEOUT_S:g} s") from error
-        for failure in loaded.failures:
+        for failure in failures:
             self._count_failure(failure)
-        if loaded.sample is None:
+        if sample is None:
             raise DataError(
-                f"a file and all its substitutes are invalid ({len(loaded.failures)} files): {self._list_failures()}"
+                f"a file and all its substitutes are invalid ({len(failures)} files): {self._list_failures()}"
             )
         self._recent.append(False)
-        return loaded.sample
+        return sample
 
     def _count_failure(self, failure: BadMedia) -> None:
         self.bad[failure.reason] += 1

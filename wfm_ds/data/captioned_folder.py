@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,46 +42,42 @@ CACHE_FORMAT = 2
 RECENT_S = 60.0  # file system clocks tick every 2 s at worst, and a file server's clock may lag
 
 
-class CaptionCache:
-    """Cached captions of a folder. A scan calls `lookup` for each file, `store` after a miss, and `save` at the end.
+class CaptionReader:
+    """Reads the caption files of a folder. Caches the captions in CACHE/captions/<hash of the folder>.json.
 
-    The file is CACHE/captions/<hash of the folder>.json: {"format", "folder", "captions": {name: [state, caption]}}. A
-    caption is reused only if the state of its file (size, times and inode) is unchanged.
+    The file is {"format", "folder", "captions": {name: [state, caption]}}. A caption is reused only if the state of its
+    file (size, times and inode) is unchanged.
     """
 
-    def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
-        """now_ns: Unix time in nanoseconds, measured before the scan of the folder."""
-        self.folder, self.now_ns = os.path.abspath(folder), now_ns
+    def __init__(self, folder: Path, cache_dir: Path | None) -> None:
+        """cache_dir: None: no cache. Create the reader before the scan of the folder, and call `save` after it."""
+        self.folder, self._start_ns = os.path.abspath(folder), time.time_ns()
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
-        self.file = cache_dir / "captions" / f"{digest}.json"
+        self.file = None if cache_dir is None else cache_dir / "captions" / f"{digest}.json"
         self._previous = self._load()
         self._current: dict[str, list[Any]] = {}
         self._num_read = 0
 
-    def file_state(self, path: str) -> list[int]:
-        status = os.stat(path)
-        return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    def read(self, path: str, parse: Callable[[bytes], Any]) -> Any:
+        """Return the caption of a file, from the cache if possible. Returns None if the file cannot be read.
 
-    def lookup(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
-        """Return (True, caption) if the caption is cached for this state of the file, otherwise (False, None)."""
-        entry = self._previous.get(path)
-        if entry is None or entry[0] != state:
-            return False, None
-        self._current[path] = entry
-        return True, entry[1]
-
-    def store(self, path: str, state: Sequence[int], caption: Any) -> None:
-        """Cache a caption (a JSON value) unless its file changed less than RECENT_S before the scan.
-
-        state: state of the file before the caption was read.
+        parse: function that returns the caption, a JSON value, for the bytes of the file.
         """
-        self._num_read += 1
-        _, mtime_ns, ctime_ns, _ = state
-        if max(mtime_ns, ctime_ns) < self.now_ns - RECENT_S * 1e9:
-            self._current[path] = [list(state), caption]
+        try:
+            status = os.stat(path)
+            state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+            entry = self._previous.get(path)
+            if entry is None or entry[0] != state:
+                entry = [state, parse(read_regular(path))]
+                self._num_read += 1
+        except OSError:
+            return None
+        if max(status.st_mtime_ns, status.st_ctime_ns) < self._start_ns - RECENT_S * 1e9:
+            self._current[path] = entry
+        return entry[1]
 
     def save(self) -> None:
-        if not self._num_read and self._current.keys() == self._previous.keys():
+        if self.file is None or (not self._num_read and self._current.keys() == self._previous.keys()):
             return
         names = {os.path.relpath(path, self.folder): entry for path, entry in self._current.items()}
         content = {"format": CACHE_FORMAT, "folder": to_printable(self.folder), "captions": names}
@@ -93,31 +89,12 @@ class CaptionCache:
 
     def _load(self) -> dict[str, list[Any]]:
         try:
-            content = json.loads(self.file.read_bytes())
+            content = json.loads(self.file.read_bytes()) if self.file is not None else {}
             if content["format"] != CACHE_FORMAT or content["folder"] != to_printable(self.folder):
                 return {}
             return {os.path.join(self.folder, name): entry for name, entry in content["captions"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
-
-
-def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
-    """Return the caption of a file, from the cache if possible. Returns None if the file cannot be read.
-
-    parse: function that returns the caption, a JSON value, for the bytes of the file.
-    """
-    try:
-        if cache is None:
-            return parse(read_regular(path))
-        state = cache.file_state(path)
-        is_cached, caption = cache.lookup(path, state)
-        if is_cached:
-            return caption
-        caption = parse(read_regular(path))
-    except OSError:
-        return None
-    cache.store(path, state, caption)
-    return caption
 
 
 TEXT_SUFFIXES = frozenset({".txt", ".caption"})
@@ -157,8 +134,8 @@ class CaptionedFolder(SampleSet):
         default: str | None = None,
         inputs: MediaInputs = NO_INPUTS,
     ) -> None:
-        """cache_dir: folder of the caption cache. None: no cache. default: caption for images and videos without a
-        caption. None: such files are rejected.
+        """cache_dir: see CaptionReader. default: caption for images and videos without a caption. None: such files are
+        rejected.
 
         Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
@@ -169,7 +146,7 @@ class CaptionedFolder(SampleSet):
         self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
         self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
         require_media_folder(folder)
-        self._caption_cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+        self._captions = CaptionReader(folder, cache_dir)
         self._input_folders, self._files = InputFolders(inputs, folder), FileFinder(Path())
         self._entries = files_by_id(folder, SUFFIXES)
         sample_ids = [sample_id for sample_id in sorted(self._entries) if not self._input_folders.contains(sample_id)]
@@ -178,9 +155,10 @@ class CaptionedFolder(SampleSet):
                 self._add_entry(sample_id, self._entries[sample_id])
         if not self.samples and not self.bad:
             raise DataError(self.empty_message())
-        self._reject_lone_texts()
-        if self._caption_cache is not None:
-            self._caption_cache.save()
+        if not self._num_objects and len(self.lone_texts) < self._num_texts:
+            for path in self.lone_texts:
+                self.reject("no_media", path)
+        self._captions.save()
         if self._input_files:
             self._drop_input_files()
         if num_default := sum(sample.id in self._uncaptioned for sample in self.samples):
@@ -209,11 +187,11 @@ class CaptionedFolder(SampleSet):
     def _add_media(self, sample_id: str, media_file: str, objects: list[str], texts: list[str]) -> None:
         for name in MEDIA_INPUTS:
             self._input_files.update(map(os.path.normpath, self._entries.get(f"{sample_id}.{name}", [])))
-        prompt, metadata = read_json_caption(objects[0], sample_id, self._caption_cache) if objects else (None, {})
+        prompt, metadata = self._read_json_caption(objects[0], sample_id) if objects else (None, {})
         if prompt is None and len(texts) > 1:
             self.reject("ambiguous", texts[0])
             return
-        if prompt is None and texts and (text := read_caption(texts[0], self._caption_cache, join_lines)) is not None:
+        if prompt is None and texts and (text := self._captions.read(texts[0], join_lines)) is not None:
             prompt = Prompt(id=sample_id, text=text, metadata=metadata)
             self._num_texts += 1
         if not objects and not texts:
@@ -265,23 +243,17 @@ class CaptionedFolder(SampleSet):
             names = [name for name in self.bad.pop(reason, []) if os.path.normpath(name) not in self._input_files]
             self.bad |= {reason: names} if names else {}
 
-    def _reject_lone_texts(self) -> None:
-        if not self._num_objects and len(self.lone_texts) < self._num_texts:
-            for path in self.lone_texts:
-                self.reject("no_media", path)
+    def _read_json_caption(self, path: str, sample_id: str) -> tuple[Prompt | None, dict[str, Any]]:
+        """Return (prompt, {}) if the file has a prompt, (None, its JSON object) if not, (None, {}) if it is invalid."""
 
+        def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
+            prompt = parse_caption(data, sample_id)
+            return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
 
-def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Return (prompt, {}) if the file has a prompt, (None, its JSON object) if not, and (None, {}) if it is invalid."""
-
-    def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
-        prompt = parse_caption(data, sample_id)
-        return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
-
-    content = read_caption(path, cache, pack_content)
-    if isinstance(content, list):
-        return unpack_prompt([sample_id, *content]), {}
-    return None, content or {}
+        content = self._captions.read(path, pack_content)
+        if isinstance(content, list):
+            return unpack_prompt([sample_id, *content]), {}
+        return None, content or {}
 
 
 def join_lines(data: bytes) -> str | None:
@@ -295,15 +267,14 @@ class CosmosFolder(SampleSet):
     def __init__(
         self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
     ) -> None:
-        """allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache. None: no
-        cache.
+        """allow_pickle: also use text embeddings in pickle files. cache_dir: see CaptionReader.
 
         Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
             raise DataError(f"{folder} is not a Cosmos folder: it must contain metas/ and videos/ (or images/)")
-        cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+        reader = CaptionReader(folder, cache_dir)
         captions = files_by_id(folder / "metas", {".txt"})
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
@@ -318,15 +289,14 @@ class CosmosFolder(SampleSet):
                     self.reject("no_media", texts[0])
                 elif not texts:
                     self.reject("no_json", paths[0])
-                elif (text := read_caption(texts[0], cache, decode_caption)) is None:
+                elif (text := reader.read(texts[0], decode_caption)) is None:
                     self.reject("no_prompt", texts[0])
                 else:
                     prompt, embedding = Prompt(id=sample_id, text=text), embeddings.get(sample_id)
                     self.samples.append(
                         Sample(id=sample_id, media=LocalFile(paths[0]), prompt=prompt, embedding=embedding)
                     )
-        if cache is not None:
-            cache.save()
+        reader.save()
         self.check(max_bad_fraction)
 
 

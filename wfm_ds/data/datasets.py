@@ -87,14 +87,10 @@ def load_data(recipe: Recipe) -> TrainingData:
             held_out = log_scan_result(load_streaming_validation(data, Path(validation.path))).samples
     elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
-    elif recipe.is_rl:
-        scan = scan_paths(data, data.shard_patterns, pairs=False)
-        held_out = scan_held_out(recipe) or []
-        samples, bad = list_epoch(recipe, scan, exclude_samples(scan.samples, held_out), held_out), scan.bad
-        prompts = [sample.prompt for sample in samples]
     else:
         scan = scan_paths(data, data.shard_patterns, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = split_samples(scan, recipe), scan.bad
+        prompts = [sample.prompt for sample in samples] if recipe.is_rl else []
     examples = list_validation_prompts(recipe, prompts, held_out or samples)[: validation.num_prompts]
     actions = load_action_data(recipe, samples, held_out)
     return TrainingData(
@@ -131,21 +127,29 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
     """Return the training samples of one epoch, and the held-out samples.
 
     Held-out samples come from validation.path or validation.episodes. If neither is set, they are split off the
-    training data. Raises DataError if no training samples remain.
+    training data, except in RL. Training episodes are split into windows, and a mixture repeats samples. Raises
+    DataError if no training samples remain.
     """
-    data, validation = recipe.data, recipe.validation
-    held_out = scan_held_out(recipe)
-    if held_out is not None:
-        return list_epoch(recipe, dataset, exclude_samples(dataset.samples, held_out), held_out), held_out
-    samples, held_out = dataset.split_holdout(validation.holdout)
-    if not samples:
-        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training samples: lower it")
-    return list_epoch(recipe, dataset, samples, held_out), held_out
-
-
-def scan_held_out(recipe: Recipe) -> list[Sample] | None:
-    source = choose_held_out_source(recipe)
-    return None if source is None else scan_paths(*source, pairs=recipe.algorithm.takes_pairs).samples
+    data, validation, source = recipe.data, recipe.validation, choose_held_out_source(recipe)
+    if source is None and not recipe.is_rl:
+        samples, held_out = dataset.split_holdout(validation.holdout)
+        if not samples:
+            raise DataError(
+                f"{data.path}: validation.holdout {validation.holdout} leaves no training samples: lower it"
+            )
+    else:
+        held_out = [] if source is None else scan_paths(*source, pairs=recipe.algorithm.takes_pairs).samples
+        names = {sample.media.name for sample in held_out if sample.rows is not None}
+        samples = [sample for sample in dataset.samples if sample.media.name not in names]
+        if names and not samples:
+            raise DataError(
+                "all training samples are also validation samples: change data.episodes or validation.episodes"
+            )
+    num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
+    if not held_out:
+        num_clips = max(num_clips, validation.clips)
+    windows = split_windows(samples, num_clips * recipe.sampling.num_frames, data.fps)
+    return dataset.epoch_samples(windows), held_out
 
 
 def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
@@ -177,25 +181,6 @@ def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
     if (held_out := choose_held_out_source(recipe)) is not None:
         sources.append(held_out)
     return [(data, paths[0]) for data, paths in sources if data.kind == "lerobot"]
-
-
-def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
-    names = {sample.media.name for sample in held_out if sample.rows is not None}
-    remaining = [sample for sample in samples if sample.media.name not in names]
-    if names and not remaining:
-        raise DataError("all training samples are also validation samples: change data.episodes or validation.episodes")
-    return remaining
-
-
-def list_epoch(
-    recipe: Recipe, dataset: SampleSet, training: Sequence[Sample], held_out: Sequence[Sample]
-) -> list[Sample]:
-    """Return the training samples of one epoch. Episodes are split into windows, and a mixture repeats samples."""
-    num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
-    if not held_out:
-        num_clips = max(num_clips, recipe.validation.clips)
-    windows = split_windows(training, num_clips * recipe.sampling.num_frames, recipe.data.fps)
-    return dataset.epoch_samples(windows)
 
 
 def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
@@ -341,31 +326,25 @@ def build_batch_source(
     cached_latents: function that returns the cached latents of an image or video, or None if they are not cached.
     reads_media: see BatchReader.
     """
+    settings: dict[str, Any] = {
+        "global_batch": global_batch,
+        "seed": recipe.run.seed,
+        "max_bad_fraction": recipe.data.max_bad_fraction,
+        "workers": recipe.data.workers,
+        "inputs": inputs,
+        "reads_media": reads_media,
+    }
     if recipe.data.streaming:
-        return StreamSource(
-            functools.partial(HfStream, recipe.data),
-            global_batch=global_batch,
-            seed=recipe.run.seed,
-            framing=buckets.framings[0],
-            max_bad_fraction=recipe.data.max_bad_fraction,
-            workers=recipe.data.workers,
-            inputs=inputs,
-            reads_media=reads_media,
-        )
+        return StreamSource(functools.partial(HfStream, recipe.data), framing=buckets.framings[0], **settings)
     return BatchSource(
         data.samples,
-        global_batch=global_batch,
-        seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         framings=buckets.framings,
         buckets=assign_buckets(data.samples, buckets, world, recipe.data.workers),
         unit=unit,
-        max_bad_fraction=recipe.data.max_bad_fraction,
-        workers=recipe.data.workers,
         rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
         cached_latents=cached_latents,
-        inputs=inputs,
-        reads_media=reads_media,
+        **settings,
     )
 
 

@@ -40,40 +40,59 @@ def load_folder(
     """
     detected = layout or detect_layout(folder)
     inputs = inputs or MediaInputs.from_recipe(data, folder)
-    check_image_keys(data, folder, detected)
-    limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_folder()
-    if detected.kind == "cosmos":
-        return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=limit, cache_dir=cache_dir)
-    if detected.kind == "webdataset":
-        tars = [str(folder / "*.tar")]
-        return TarShards(tars, cache_dir=data.cache_dir, max_bad_fraction=limit, inputs=inputs)
+    unread = ["input_folders"] if data.input_folders and detected.kind not in ("table", "media") else []
+    unread += ["inputs"] if data.image_inputs and detected.kind == "cosmos" else []
+    for key in unread:
+        raise DataError(f"{folder}: data.{key} cannot name images of this layout ({detected.sign}) {DOCS_HINT}")
     if detected.kind == "table":
         return CaptionTable(
             detected.path,
             column=data.caption_column,
             image_column=data.image_column,
             inputs=inputs,
-            max_bad_fraction=limit,
+            max_bad_fraction=data.max_bad_fraction,
         )
-    if detected.kind == "hf":
-        return HfDataset(data, str(folder), inputs)
-    default = None if data.prompt is None else data.prompt.strip()
-    return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default, inputs=inputs)
+    if detected.kind == "media":
+        default, cache_dir = None if data.prompt is None else data.prompt.strip(), data.cache_dir or user_cache_folder()
+        limit = data.max_bad_fraction
+        return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default, inputs=inputs)
+    return load_layout(
+        data, detected.kind, [str(folder / "*.tar" if detected.kind == "webdataset" else folder)], inputs
+    )
 
 
-def check_image_keys(data: DataRecipe, folder: Path, layout: FolderLayout) -> None:
-    """Raise DataError if the recipe has keys for input images that are not read for this layout."""
-    unread = ["input_folders"] if data.input_folders and layout.kind not in ("table", "media") else []
-    unread += ["inputs"] if data.image_inputs and layout.kind == "cosmos" else []
-    for key in unread:
-        raise DataError(f"{folder}: data.{key} cannot name images of this layout ({layout.sign}) {DOCS_HINT}")
+def load_layout(data: DataRecipe, kind: str, paths: Sequence[str], inputs: MediaInputs) -> SampleSet:
+    """Scan data in the layout `kind`: `cosmos`, `webdataset` or `hf`. Only `webdataset` has several paths."""
+    if kind == "webdataset":
+        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction, inputs=inputs)
+    (path,) = paths
+    if kind == "hf":
+        return HfDataset(data, path, inputs)
+    return CosmosFolder(
+        Path(path),
+        allow_pickle=data.allow_pickle,
+        max_bad_fraction=data.max_bad_fraction,
+        cache_dir=data.cache_dir or user_cache_folder(),
+    )
 
 
 class MediaFolder(CaptionedFolder):
     """A CaptionedFolder for `data.kind: folder`. Its errors about missing captions suggest a fix."""
 
     def empty_message(self) -> str:
-        return empty_folder_message(self.folder, self.source)
+        if (file := find_conversations(self.folder)) is not None:
+            return conversation_message(file)
+        suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(self.folder))
+        unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in UNSUPPORTED_SUFFIXES]
+        if unsupported:
+            count, suffix = max(unsupported)
+            problem = f"{format_count(count, f'{suffix} files')}, an unsupported format. Convert to .png or .jpg"
+            return f"{self.source}: {problem} {DOCS_HINT}"
+        problem = "has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4"
+        if suffixes[".tar"]:
+            inner = next(path for path in sorted(files_below(self.folder)) if path.lower().endswith(".tar"))
+            problem = f"has no images or videos, but a tar file {to_printable(inner)}: set data.path to its folder"
+        return f"{self.source} {problem} {DOCS_HINT}"
 
     def check(self, max_bad_fraction: float) -> None:
         try:
@@ -134,26 +153,6 @@ def find_unknown_file(folder: Path) -> str | None:
     """Return a file with an unknown suffix, such as a table or an index, or None if there is none."""
     known = MEDIA_SUFFIXES | TEXT_SUFFIXES | UNSUPPORTED_SUFFIXES | {"", ".md"}
     return min((path for path in files_below(folder) if os.path.splitext(path)[1].lower() not in known), default=None)
-
-
-def empty_folder_message(folder: Path, source: str) -> str:
-    if (file := find_conversations(folder)) is not None:
-        return conversation_message(file)
-    suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(folder))
-    unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in UNSUPPORTED_SUFFIXES]
-    if unsupported:
-        count, suffix = max(unsupported)
-        return (
-            f"{source}: {format_count(count, f'{suffix} files')}, an unsupported format. Convert to .png or .jpg "
-            f"{DOCS_HINT}"
-        )
-    if suffixes[".tar"]:
-        inner = next(path for path in sorted(files_below(folder)) if path.lower().endswith(".tar"))
-        return (
-            f"{source} has no images or videos, but a tar file {to_printable(inner)}: set data.path to its folder "
-            f"{DOCS_HINT}"
-        )
-    return f"{source} has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4 {DOCS_HINT}"
 
 
 def media_kind(paths: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wfm_ds.data.batch_reader import WINDOW, BatchReader, SampleCandidate, TrainingSample, candidate_offsets
+from wfm_ds.data.batch_reader import WINDOW, BatchReader, Candidate, TrainingSample, candidate_offsets
 from wfm_ds.data.caption_table import find_caption_column
 from wfm_ds.data.folder_layout import DOCS_HINT
 from wfm_ds.data.hf_dataset import (
@@ -195,14 +195,6 @@ def stream_version(path: str, options: Mapping[str, Any]) -> str:
     return revision
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStep:
-    """The rows of one optimizer step, and the state of the stream after these rows."""
-
-    rows: Sequence[StreamedRow]
-    state: dict[str, Any]
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class StreamSource(BatchReader):
     """Reads training batches from an HfStream. The batches do not depend on the number of ranks.
@@ -219,7 +211,8 @@ class StreamSource(BatchReader):
         self._stream: HfStream | None = None  # opened by replica leaders when they read their first batch
         self._stream_state: dict[str, Any] | None = None  # state after the last batch; None: first row
         self._rank = 0
-        self._steps: dict[int, Future[StreamStep]] = {}  # by step
+        # By step: its rows, and the state of the stream after these rows.
+        self._steps: dict[int, Future[tuple[list[StreamedRow], dict[str, Any]]]] = {}
         self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
@@ -230,7 +223,7 @@ class StreamSource(BatchReader):
             if wanted not in self._steps:
                 self._steps[wanted] = self._stream_pool.submit(self._read_step)
         samples = super().read_batch(step, rank, world_size)
-        self._rank, self._stream_state = rank, self._steps.pop(step).result().state
+        self._rank, self._stream_state = rank, self._steps.pop(step).result()[1]
         return samples
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
@@ -251,16 +244,15 @@ class StreamSource(BatchReader):
         super().close()
         self._stream_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read_step(self) -> StreamStep:
+    def _read_step(self) -> tuple[list[StreamedRow], dict[str, Any]]:
         if self._stream is None:
             self._stream = self.open_stream()
             if self._stream_state is not None:
                 self._stream.load_state_dict(self._stream_state)
-        rows = self._stream.read(self.global_batch)
-        return StreamStep(rows, self._stream.state_dict())
+        return self._stream.read(self.global_batch), self._stream.state_dict()
 
-    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+    def _list_candidates(self, position: int) -> Iterator[Candidate]:
         step, offset = divmod(position, self.global_batch)
-        rows = self._steps[step + 1].result().rows
+        rows, _ = self._steps[step + 1].result()
         for index in candidate_offsets(offset, len(rows)):
-            yield SampleCandidate(rows[index].sample, self.framing, rows[index].epoch)
+            yield rows[index].sample, self.framing, rows[index].epoch

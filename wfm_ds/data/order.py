@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.data.batch_reader import BatchReader, SampleCandidate, candidate_offsets
+from wfm_ds.data.batch_reader import BatchReader, Candidate, candidate_offsets
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import Sample
 from wfm_ds.errors import DataError
@@ -167,10 +167,8 @@ class BatchSource(BatchReader):
         buckets = [0] * len(self.samples) if self.buckets is None else self.buckets
         self.order = BucketOrder(buckets, unit=self.unit, seed=self.seed, shuffle=self.shuffle)
 
-    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+    def _list_candidates(self, position: int) -> Iterator[Candidate]:
         scheduled = self.order.locate(position)
         for offset in candidate_offsets(scheduled.offset, self.order.counts[scheduled.bucket]):
-            candidate = dataclasses.replace(scheduled, offset=offset)
-            yield SampleCandidate(
-                self.samples[self.order.sample_index(candidate)], self.framings[candidate.bucket], candidate.epoch
-            )
+            index = self.order.sample_index(dataclasses.replace(scheduled, offset=offset))
+            yield self.samples[index], self.framings[scheduled.bucket], scheduled.epoch

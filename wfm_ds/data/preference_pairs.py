@@ -10,7 +10,7 @@ from wfm_ds.data.file_lists import FileFinder
 from wfm_ds.data.input_files import input_suffixes
 from wfm_ds.data.media_inputs import NO_INPUTS, MediaInputs
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, parse_caption
-from wfm_ds.data.webdataset import IndexEntry, TarIndex, TarMember, TarShards, has_role, parse_prompt
+from wfm_ds.data.webdataset import TarMember, TarShards
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import read_regular
@@ -87,27 +87,7 @@ class PairShards(TarShards):
     """Preference pairs in tar files: KEY.chosen.EXT and KEY.rejected.EXT, with the caption KEY.json or KEY.txt."""
 
     content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
+    incomplete = "no_pair"
 
-    def _add_sample(
-        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, duplicate: bool
-    ) -> None:
-        media = {role: [member for member in members if has_role(member, role)] for role in ROLES}
-        captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
-        name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
-        if not captions and not any(media.values()):
-            return
-        if duplicate or any(len(entries) > 1 for entries in media.values()):
-            self.reject("ambiguous", name)
-        elif not all(media.values()):
-            self.reject("no_pair", name)
-        elif not captions:
-            self.reject("no_json", name)
-        elif (prompt := parse_prompt(captions.get("json"), captions.get("txt"), sample_id)) is None:
-            self.reject("no_prompt", name)
-        elif isinstance(assigned := self._assign_images(shard, index, media["chosen"][0], members), str):
-            self.reject(assigned, name)
-        else:
-            rejected = TarMember(shard, index.version, media["rejected"][0])
-            self.samples.append(
-                Sample(id=sample_id, media=assigned[0], prompt=prompt, rejected=rejected, images=assigned[1])
-            )
+    def _list_media(self, members: Sequence[TarMember]) -> list[list[TarMember]]:
+        return [[member for member in members if member.has_role(role)] for role in ROLES]

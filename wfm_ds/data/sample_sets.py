@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.action_data import add_viewpoints
-from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
-from wfm_ds.data.folder import load_folder
-from wfm_ds.data.hf_dataset import HfDataset
+from wfm_ds.data.captioned_folder import CaptionedFolder
+from wfm_ds.data.folder import load_folder, load_layout
 from wfm_ds.data.lerobot import LeRobotSet
 from wfm_ds.data.media_inputs import MediaInputs
 from wfm_ds.data.preference_pairs import load_pairs
 from wfm_ds.data.samples import REASONS, SampleSet, SampleSetMixture
-from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.shared_defaults import user_cache_folder
@@ -33,7 +31,10 @@ def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> Sample
     """
     dataset = build_sample_set(data, paths)
     dataset.samples = add_viewpoints(dataset.samples, data)
-    check_pairs(dataset, pairs)
+    mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
+    if mismatch is not None:
+        wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
+        raise DataError(f"{dataset.source}: this algorithm needs {mismatch.id} to be {wanted}")
     return log_scan_result(dataset)
 
 
@@ -43,14 +44,6 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
     for reason, names in dataset.bad.items():
         log.warning("%s: %d skipped, %s, e.g. %s", dataset.source, len(names), REASONS[reason], names[0])
     return dataset
-
-
-def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError unless all samples are preference pairs (pairs = True), or none of them (pairs = False)."""
-    mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
-    if mismatch is not None:
-        wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
-        raise DataError(f"{dataset.source}: this algorithm needs {mismatch.id} to be {wanted}")
 
 
 def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
@@ -66,20 +59,15 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
                 for name, (part, weight) in data.set_recipes().items()
             }
         )
-    if data.kind == "hf":
-        return HfDataset(data, paths[0], inputs)
-    if data.kind == "webdataset":
-        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction, inputs=inputs)
     if data.kind == "lerobot":
         return LeRobotSet(data, paths[0])
-    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_folder()
     if data.kind == "folder":
-        return load_folder(data, folder)
-    if data.kind == "cosmos":
-        return CosmosFolder(
-            folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir
-        )
-    return CaptionedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir, inputs=inputs)
+        return load_folder(data, Path(paths[0]))
+    if data.kind == "paired":
+        cache_dir = data.cache_dir or user_cache_folder()
+        limit, folder = data.max_bad_fraction, Path(paths[0])
+        return CaptionedFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, inputs=inputs)
+    return load_layout(data, data.kind, paths, inputs)
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:

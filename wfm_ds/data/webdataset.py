@@ -158,6 +158,11 @@ class TarMember:
     def identity(self) -> tuple[str | int, ...]:
         return *self.version, self.member.offset, self.member.size
 
+    def has_role(self, role: str) -> bool:
+        """Return whether this is an image or video KEY.ROLE.EXT."""
+        stem, suffix = os.path.splitext(self.member.field)
+        return stem == role and suffix in MEDIA_SUFFIXES
+
 
 class TarShards(SampleSet):
     """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
@@ -168,6 +173,7 @@ class TarShards(SampleSet):
     """
 
     content: ClassVar = "captioned media"  # for messages
+    incomplete: ClassVar = "no_media"  # reason to reject a sample that lacks an image or video
 
     def __init__(
         self,
@@ -183,7 +189,7 @@ class TarShards(SampleSet):
         sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
-        self.inputs = inputs
+        self._inputs = inputs
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
         prefixes = unique_shard_names(shards)
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tar") as pool:
@@ -199,63 +205,50 @@ class TarShards(SampleSet):
 
     def _add_shard(self, shard: str, prefix: str, index: TarIndex) -> None:
         seen_keys: set[str] = set()
-        for key, members in itertools.groupby(index.members, key=lambda member: member.key):
-            self._add_sample(shard, prefix, index, key, list(members), duplicate=key in seen_keys)
+        for key, group in itertools.groupby(index.members, key=lambda member: member.key):
+            members = [TarMember(shard, index.version, member) for member in group]
+            self._add_sample(f"{shard}#{key}", f"{prefix}/{key}", members, duplicate=key in seen_keys)
             seen_keys.add(key)
         if not index.intact:
             self.reject("shard", shard)
 
-    def _add_sample(
-        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, duplicate: bool
-    ) -> None:
-        media = [member for member in members if f".{member.field}" in MEDIA_SUFFIXES]
-        if not media and not self.inputs.has_target:
-            media = [member for member in members if has_role(member, self.inputs.original)]
-        captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
-        name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
-        if not media and not captions:
+    def _list_media(self, members: Sequence[TarMember]) -> list[list[TarMember]]:
+        """Return the candidates for each image or video of a sample: one list, or two for a preference pair."""
+        media = [member for member in members if f".{member.member.field}" in MEDIA_SUFFIXES]
+        if not media and not self._inputs.has_target:
+            media = [member for member in members if member.has_role(self._inputs.original)]
+        return [media]
+
+    def _add_sample(self, name: str, sample_id: str, members: Sequence[TarMember], *, duplicate: bool) -> None:
+        media = self._list_media(members)
+        captions = {one.member.field: one.member.text for one in members if one.member.field in CAPTION_FIELDS}
+        roles = {role: [member for member in members if member.has_role(role)] for role in self._inputs.names}
+        images: dict[str, Media] = {
+            role: files[0]
+            for role, files in roles.items()
+            if len(files) == 1 and files[0].suffix in input_suffixes(role)
+        }
+        if not captions and not any(media):
             return
-        if duplicate or len(media) > 1:
+        if duplicate or any(len(files) > 1 for files in media):
             self.reject("ambiguous", name)
-        elif not media:
-            self.reject("no_media", name)
+        elif not all(media):
+            self.reject(self.incomplete, name)
         elif not captions:
             self.reject("no_json", name)
         elif (prompt := parse_prompt(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
-        elif isinstance(assigned := self._assign_images(shard, index, media[0], members), str):
+        elif isinstance(assigned := self._inputs.assign(media[0][0], images), str):
             self.reject(assigned, name)
         else:
+            rejected = media[1][0] if len(media) > 1 else None
+            arrays = [member for member in members if member.member.field.endswith(ARRAY_SUFFIX)]
+            files = {os.path.basename(f"{one.member.key}.{one.member.field}"): one for one in arrays}
             self.samples.append(
                 Sample(
-                    id=sample_id,
-                    media=assigned[0],
-                    prompt=prompt,
-                    images=assigned[1],
-                    files={
-                        f"{key.rpartition('/')[2]}.{member.field}": TarMember(shard, index.version, member)
-                        for member in members
-                        if member.field.endswith(ARRAY_SUFFIX)
-                    },
+                    id=sample_id, media=assigned[0], prompt=prompt, rejected=rejected, images=assigned[1], files=files
                 )
             )
-
-    def _assign_images(
-        self, shard: str, index: TarIndex, media: IndexEntry, members: Sequence[IndexEntry]
-    ) -> tuple[Media, dict[str, Media]] | str:
-        files = {name: [member for member in members if has_role(member, name)] for name in self.inputs.names}
-        images = {
-            name: TarMember(shard, index.version, entries[0])
-            for name, entries in files.items()
-            if len(entries) == 1 and os.path.splitext(entries[0].field)[1] in input_suffixes(name)
-        }
-        return self.inputs.assign(TarMember(shard, index.version, media), images)
-
-
-def has_role(member: IndexEntry, role: str) -> bool:
-    """Return whether a member is an image or video KEY.ROLE.EXT."""
-    stem, suffix = os.path.splitext(member.field)
-    return stem == role and suffix in MEDIA_SUFFIXES
 
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
