@@ -16,8 +16,6 @@ from folders import sft_recipe
 from wfm_ds.data.action_data import ActionData, add_viewpoints, load_action_data
 from wfm_ds.data.action_space import PRESETS, ActionSpace
 from wfm_ds.data.action_statistics import compute_statistics, load_statistics
-from wfm_ds.data.broadcast import pack_data, unpack_data
-from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.episode import EpisodeVideo
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
@@ -338,10 +336,9 @@ class Network:
 
 
 def read(recipe, samples, training=None, **framing):
-    """Return the inputs of each sample as a run reads them, on a rank that received the data from rank 0."""
+    """Return the inputs of each sample as a run reads them."""
     actions = load_action_data(recipe, samples if training is None else training, [])
-    data = TrainingData(prompts=[], samples=[], bad={}, held_out=[], validation_prompts=[], actions=actions)
-    reader = InputReader.from_recipe(recipe, Network(), unpack_data(json.loads(json.dumps(pack_data(data)))).actions)
+    reader = InputReader.from_recipe(recipe, Network(), actions)
     frames = Framing(height=8, width=8, num_frames=5, fps=recipe.data.fps, **framing)
     return [reader.load_prompt(sample, frames, draw_centre).inputs for sample in samples]
 

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from folders import encode_image
-from wfm_ds.data.broadcast import pack_data, unpack_data
-from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
-from wfm_ds.data.hf_dataset import HfColumn, HfMedia, row_media
+from wfm_ds.data.hf_dataset import HfColumn, row_media
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.sample_sets import build_sample_set
@@ -73,16 +71,6 @@ def test_rows_are_samples_with_their_pixels_bit_for_bit(tmp_path, rows, how):
         assert len(scan(path, split="test").samples) == 1
         with pytest.raises(DataError, match=r"has the splits train, test: set data\.split to one of them"):
             scan(path, split="val")
-
-
-def test_other_ranks_get_media_that_they_can_open(tmp_path, rows):
-    rows.save_to_disk(tmp_path / "set")
-    samples = scan(tmp_path / "set").samples
-    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], validation_prompts=[])
-    there = unpack_data(pack_data(data))
-    assert there.samples == samples
-    assert all(isinstance(sample.media, HfMedia) for sample in there.samples)
-    np.testing.assert_array_equal(pixels(there.samples[3]), picture(3))
 
 
 def test_a_shuffled_data_set_keeps_pixels_and_captions_together(tmp_path, rows):

@@ -14,11 +14,9 @@ from clips import index_of
 from each_case import check_each
 from folders import write_tar
 from steered import write_world
-from wfm_ds.data.action_data import ActionData, load_trajectory_library
-from wfm_ds.data.broadcast import pack_data, unpack_data
+from wfm_ds.data.action_data import load_trajectory_library
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.clip_layout import ClipLayout
-from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
@@ -293,16 +291,9 @@ def test_stats_that_cannot_be_used_are_refused(tmp_path, stats, normalize, says)
         load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize=normalize))
 
 
-def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_path):
+def test_a_tar_holds_actions_beside_its_clips(world, tmp_path):
     members = [(name, (world / name).read_bytes()) for name in ("1.mp4", "1.json", "1.actions.npy")]
     write_tar(tmp_path / "a.tar", members)
-    found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
-    scaling, drawn_from = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
-    actions = ActionData(width=2, scaling=scaling, library=drawn_from)
-    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], validation_prompts=[], actions=actions)
-    there = unpack_data(json.loads(json.dumps(pack_data(data))))
-    assert np.array_equal(there.actions.library, drawn_from)
-    assert np.array_equal(there.actions.scaling(drawn_from), scaling(drawn_from))
-    [sample] = there.samples
+    [sample] = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
     told = reader().load_prompt(sample, framing(), drawn(1)).inputs["actions"]
     assert told[:, 1].tolist() == [1] * 4

@@ -5,11 +5,10 @@ from PIL import Image
 
 from each_case import check_each
 from folders import encode_image, write_tar
-from wfm_ds.data.broadcast import pack_data, unpack_data
-from wfm_ds.data.datasets import TrainingData, find_usable_samples
+from wfm_ds.data.datasets import find_usable_samples
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.preference_pairs import PairShards, PairTable, load_pairs
+from wfm_ds.data.preference_pairs import PairShards, PairTable
 from wfm_ds.data.sample_sets import build_sample_set
 from wfm_ds.demos.digits_data import sft_split, write_digits
 from wfm_ds.errors import DataError, RecipeError
@@ -125,18 +124,6 @@ def test_shards_have_two_columns(tmp_path):
     assert (chosen.name, rejected.name) == (f"{shard}#a.chosen.png", f"{shard}#a.rejected.png")
     with rejected.open() as file:
         assert file.read() == png("blue")
-
-
-def test_pairs_that_rank_0_read_arrive_whole(folder, tmp_path):
-    shard = write_tar(
-        tmp_path / "0.tar", [("a.chosen.png", png("red")), ("a.rejected.png", png("blue")), ("a.txt", b"red")]
-    )
-    samples = [
-        *load_pairs([str(table(folder, pair("red", "blue")))], cache_dir=None, max_bad_fraction=0).samples,
-        *load_pairs([str(shard)], cache_dir=None, max_bad_fraction=0).samples,
-    ]
-    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], validation_prompts=[])
-    assert unpack_data(json.loads(json.dumps(pack_data(data)))) == data
 
 
 def source(samples, **options):

@@ -3,12 +3,19 @@
 import dataclasses
 import json
 import os
+import pickle
 
+import numpy as np
 import pytest
 
-from wfm_ds.data.broadcast import pack_data, unpack_data
+from wfm_ds.data.action_data import ActionData
+from wfm_ds.data.broadcast import can_be_sent
 from wfm_ds.data.datasets import TrainingData
-from wfm_ds.data.samples import LocalFile, Sample
+from wfm_ds.data.episode import CameraSpan, EpisodeVideo
+from wfm_ds.data.episode_rows import EpisodeRows
+from wfm_ds.data.hf_dataset import HfColumn, HfMedia
+from wfm_ds.data.samples import LocalFile, RemoteFile, Sample
+from wfm_ds.data.trajectories import ActionScaling
 from wfm_ds.data.webdataset import IndexEntry, TarMember
 from wfm_ds.types import Prompt
 
@@ -79,11 +86,25 @@ def test_all_ranks_get_the_error_of_the_reading_rank(two_ranks, tmp_path):
 def test_every_kind_of_media_is_received_unchanged():
     prompt = Prompt(id="a", text="a", negative_text="b", metadata={"c": [1]})
     member = TarMember("s3://x/1.tar", ("s3://x/1.tar", 3, "tag"), IndexEntry("a", "png", 512, 9, None))
+    views = ((CameraSpan("s3://x/1.mp4", 0.5),),)
+    local, row = LocalFile(os.fsdecode(b"/\xe9.png")), HfMedia(HfColumn(("a.arrow",), "image"), 3, ".png")
     samples = [
-        Sample(id="a", media=LocalFile(os.fsdecode(b"/\xe9.png")), prompt=prompt),
-        Sample(id="a", media=member, prompt=prompt),
+        Sample(id="a", media=local, rejected=row, files={"a.npy": member}, images={"source": member}, prompt=prompt),
+        *(
+            Sample(
+                id=f"b#{i}", media=EpisodeVideo("b", views, 16.0, i, 1), rows=EpisodeRows("b", 0, 2, 1), prompt=prompt
+            )
+            for i in range(2)
+        ),
     ]
+    scaling = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0)
+    actions = ActionData(width=2, scaling=scaling, library=np.float32([[[1, 2]]]))
     data = TrainingData(
         prompts=[prompt], samples=samples, held_out=samples[:1], validation_prompts=[prompt], bad={"shard": ["x"]}
     )
-    assert unpack_data(json.loads(json.dumps(pack_data(data)))) == data
+    assert can_be_sent(samples)
+    received, received_actions = pickle.loads(pickle.dumps((data, actions)))  # noqa: S301, written by this test
+    assert received == data
+    assert np.array_equal(received_actions.scaling(actions.library), scaling(actions.library))
+    for changes in ({"media": RemoteFile("s3://x/a.png")}, {"rows": {}}, {"images": {"source": RemoteFile("a")}}):
+        assert not can_be_sent([samples[0], dataclasses.replace(samples[0], **changes)])

@@ -16,8 +16,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from wfm_ds.data.agibot import agibot_poses
-from wfm_ds.data.rotations import Doubles, rotation_matrices
-from wfm_ds.data.trajectories import Floats, compose_actions, relative_poses
+from wfm_ds.data.trajectories import Doubles, Floats, compose_actions, relative_poses, rotation_matrices
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.actions import ActionSpaceRecipe, ActionsRecipe, PoseRecipe, ValueRecipe, Vector, parse_columns
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wfm_ds.data.rotations import Doubles, quaternion_matrices, rotate_about, rotation_matrices
+from wfm_ds.data.trajectories import Doubles, quaternion_matrices, rotate_about, rotation_matrices
 
 QUARTER = pi / 2
 

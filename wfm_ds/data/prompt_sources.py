@@ -13,7 +13,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,9 @@ NUM_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class PromptFile:
-    name: str
-    """File name in the folder of the prompt set."""
-    path: str
-    """Path in the repository."""
-    blob: str
-    """git's blob id of the content: SHA-1 of `blob SIZE\\0` and the content."""
+    name: str  # file name in the folder of the prompt set
+    path: str  # path in the repository
+    blob: str  # git's blob id of the content: SHA-1 of `blob SIZE\0` and the content
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,45 +44,41 @@ class PromptSource:
 
     repository: str
     commit: str
-    licence: str
-    """Licence of the repository. Prompts from other sources may have another licence; see `remark`."""
+    licence: str  # of the repository; prompts from other sources may have another licence; see `remark`
     remark: str
     files: tuple[PromptFile, ...]
 
 
-FLOW_GRPO = ("yifan123/flow_grpo", "ac4c86e8cae021841f1fde853d340e0db67690dd", "MIT")
+def flow_grpo_source(name: str, remark: str, blobs: Mapping[str, str]) -> PromptSource:
+    """Return a prompt set of Flow-GRPO. blobs: {file name: blob id}."""
+    files = tuple(PromptFile(file, f"dataset/{name}/{file}", blob) for file, blob in blobs.items())
+    return PromptSource("yifan123/flow_grpo", "ac4c86e8cae021841f1fde853d340e0db67690dd", "MIT", remark, files)
+
+
 PROMPT_SOURCES = {
-    "ocr": PromptSource(
-        *FLOW_GRPO,
+    "ocr": flow_grpo_source(
+        "ocr",
         "Descriptions of images with a text to render, from Flow-GRPO (arXiv 2505.05470).",
-        (
-            PromptFile("train.txt", "dataset/ocr/train.txt", "3ce0521b77b0a9031191d66ecc36ebaaf27a3922"),
-            PromptFile("test.txt", "dataset/ocr/test.txt", "8deb4f8d8f2e863f45353354243669b3c991a6a2"),
-        ),
+        {
+            "train.txt": "3ce0521b77b0a9031191d66ecc36ebaaf27a3922",
+            "test.txt": "8deb4f8d8f2e863f45353354243669b3c991a6a2",
+        },
     ),
-    "geneval": PromptSource(
-        *FLOW_GRPO,
+    "geneval": flow_grpo_source(
+        "geneval",
         "Prompts with the objects that the image must show, from Flow-GRPO, for the GenEval reward (arXiv 2310.11513).",
-        (
-            PromptFile(
-                "train_metadata.jsonl",
-                "dataset/geneval/train_metadata.jsonl",
-                "0b97e8a6802c08fc7537cd00c76ae79c851bddcb",
-            ),
-            PromptFile(
-                "test_metadata.jsonl",
-                "dataset/geneval/test_metadata.jsonl",
-                "27cdaf5cc1356fe15aeadbb8df55682ca74228f0",
-            ),
-        ),
+        {
+            "train_metadata.jsonl": "0b97e8a6802c08fc7537cd00c76ae79c851bddcb",
+            "test_metadata.jsonl": "27cdaf5cc1356fe15aeadbb8df55682ca74228f0",
+        },
     ),
-    "pickscore": PromptSource(
-        *FLOW_GRPO,
+    "pickscore": flow_grpo_source(
+        "pickscore",
         "Prompts of users, from Flow-GRPO, for the PickScore reward (arXiv 2305.01569). Some are explicit.",
-        (
-            PromptFile("train.txt", "dataset/pickscore/train.txt", "a437bd921c03fbc00c4e7ce148ae2d28fcd6e49b"),
-            PromptFile("test.txt", "dataset/pickscore/test.txt", "45f05231b969fb5f74c8debd606b22cd3be27f8e"),
-        ),
+        {
+            "train.txt": "a437bd921c03fbc00c4e7ce148ae2d28fcd6e49b",
+            "test.txt": "45f05231b969fb5f74c8debd606b22cd3be27f8e",
+        },
     ),
     "dance_grpo_t2v": PromptSource(
         "XueZeyue/DanceGRPO",
@@ -158,6 +151,7 @@ def git_blob_id(content: bytes) -> str:
 
 
 def _download_prompt_file(url: str, path: Path, blob: str, parse: ParseLine) -> int:
+    """Download a file unless another process has done so, and return the number of invalid lines, now blank."""
     part = path.with_name(f".{path.name}.part")
     with part.open("ab") as lock:
         with contextlib.suppress(OSError):  # a file system without locks; the check of the content finds a mixture
@@ -165,23 +159,19 @@ def _download_prompt_file(url: str, path: Path, blob: str, parse: ParseLine) -> 
         if path.is_file():
             part.unlink(missing_ok=True)
             return 0
-        return _download_locked(url, part, path, blob, parse)
-
-
-def _download_locked(url: str, part: Path, path: Path, blob: str, parse: ParseLine) -> int:
-    _download_file(url, part, path)
-    content = part.read_bytes()
-    if git_blob_id(content) != blob:
-        part.unlink()
-        raise DataError(f"{url} is not the published file (git blob {blob}): try again, or use another mirror")
-    lines = content.split(b"\n")
-    readable = [line if _is_readable(line, parse) else b"" for line in lines]
-    num_blank = sum(new != old and bool(old.strip()) for new, old in zip(readable, lines, strict=True))
-    if num_blank:
-        part.write_bytes(b"\n".join(readable))
-    sync_to_disk(part)
-    part.replace(path)
-    return num_blank
+        _download_file(url, part, path)
+        content = part.read_bytes()
+        if git_blob_id(content) != blob:
+            part.unlink()
+            raise DataError(f"{url} is not the published file (git blob {blob}): try again, or use another mirror")
+        lines = content.split(b"\n")
+        readable = [line if _is_readable(line, parse) else b"" for line in lines]
+        num_blank = sum(new != old and bool(old.strip()) for new, old in zip(readable, lines, strict=True))
+        if num_blank:
+            part.write_bytes(b"\n".join(readable))
+        sync_to_disk(part)
+        part.replace(path)
+        return num_blank
 
 
 def _is_readable(line: bytes, parse: ParseLine) -> bool:

@@ -1,13 +1,13 @@
-"""Numeric arrays of clips: read .npy files, merge and scale actions, adapt camera paths and intrinsics to crops."""
+"""Numeric arrays of clips: read .npy files, convert rotations, merge and scale actions, adapt intrinsics to crops."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, TypeAlias
 
 import numpy as np
@@ -17,24 +17,22 @@ from wfm_ds.errors import DataError
 from wfm_ds.recipe.actions import ActionsRecipe
 from wfm_ds.storage.filesystem import read_regular
 
+Floats: TypeAlias = npt.NDArray[np.float32]
+Doubles: TypeAlias = npt.NDArray[np.float64]
+
+ACTIONS, POSES, INTRINSICS, DOMAIN = "actions", "c2w", "intrinsics", "domain"
+RIGID_TOLERANCE = 1e-3  # tolerance of orthonormal rotations; allows four printed digits
+POSE_WIDTH = 9  # numbers of a pose action: translation [3] and the first two columns of the rotation [6]
+STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
 # Errors that numpy raises for damaged files.
-DAMAGED_ERRORS = (
-    ValueError,
-    EOFError,
-    SyntaxError,
-    tokenize.TokenError,
-    MemoryError,
-    OverflowError,
-    TypeError,
-    LookupError,
-)
+NPY_ERRORS = (ValueError, TypeError, LookupError, EOFError, SyntaxError, OverflowError, MemoryError, TokenError)
 
 
 def read_npy(file: IO[bytes]) -> Floats:
     """Read an array of real numbers as float32. Raises ValueError for invalid content and OSError for read errors."""
     try:
         array = np.lib.format.read_array(file, allow_pickle=False)
-    except DAMAGED_ERRORS as error:
+    except NPY_ERRORS as error:
         raise ValueError("damaged, or not an .npy file of numbers") from error
     return to_float32(array)
 
@@ -43,16 +41,7 @@ def to_float32(array: Any) -> Floats:
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         raise ValueError("not an array of real numbers")
     with np.errstate(over="ignore"):  # overflow becomes infinity, which callers reject
-        converted: Floats = array.astype(np.float32)
-    return converted
-
-
-Floats: TypeAlias = npt.NDArray[np.float32]
-
-ACTIONS, POSES, INTRINSICS, DOMAIN = "actions", "c2w", "intrinsics", "domain"
-RIGID_TOLERANCE = 1e-3  # tolerance of orthonormal rotations; allows four printed digits
-POSE_WIDTH = 9  # numbers of a pose action: translation [3] and the first two columns of the rotation [6]
-STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
+        return array.astype(np.float32)
 
 
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None, rest: str = "first") -> Floats:
@@ -96,7 +85,7 @@ def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
     return np.concatenate([*poses, actions[row, width:]])
 
 
-def relative_poses(rotations: npt.NDArray[np.float64], positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def relative_poses(rotations: Doubles, positions: Doubles) -> Doubles:
     """Return the motions [N-1,9] between N neighbouring poses.
 
     The motion from pose i to pose i + 1 is inv(T_i) @ T_(i+1), where T_i is pose i as a 4 x 4 matrix. Its 9 numbers are
@@ -120,7 +109,7 @@ def pose_product(poses: Floats) -> Floats:
     return np.concatenate([translation, orientation[:, 0], orientation[:, 1]]).astype(np.float32)
 
 
-def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def rotation_matrix(first: Doubles, second: Doubles) -> Doubles:
     """Compute a rotation matrix [3,3] from two columns by Gram-Schmidt. Raises ValueError if they are parallel."""
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
@@ -128,6 +117,46 @@ def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float
         raise ValueError("an action's rotation has two parallel columns")
     y = y / np.linalg.norm(y)
     return np.stack([x, y, np.cross(x, y)], axis=1)
+
+
+def rotation_matrices(numbers: Doubles, rotation: str) -> Doubles:
+    """Convert N rotations, `numbers` [N, numbers per rotation], to matrices [N,3,3].
+
+    rotation: format of the numbers (see PoseRecipe.rotation). Raises ValueError for a quaternion of length 0 and for
+    two parallel matrix columns.
+    """
+    if rotation == "euler_xyz":
+        x, y, z = (rotate_about(axis, numbers[:, axis]) for axis in range(3))
+        return z @ y @ x
+    if rotation == "axis_angle":
+        half = np.linalg.norm(numbers, axis=1, keepdims=True) / 2
+        return quaternion_matrices(np.concatenate([numbers * np.sinc(half / np.pi) / 2, np.cos(half)], axis=1))
+    if rotation == "rot6d":
+        return np.stack([rotation_matrix(row[:3], row[3:]) for row in numbers])
+    return quaternion_matrices(numbers[:, [1, 2, 3, 0]] if rotation == "quat_wxyz" else numbers)
+
+
+def rotate_about(axis: int, angles: Doubles) -> Doubles:
+    """Return rotations [N,3,3] about axis 0, 1 or 2 by angles [N] in radians."""
+    i, j = (axis + 1) % 3, (axis + 2) % 3
+    matrices = np.tile(np.eye(3), (len(angles), 1, 1))
+    matrices[:, i, i] = matrices[:, j, j] = np.cos(angles)
+    matrices[:, j, i], matrices[:, i, j] = np.sin(angles), -np.sin(angles)
+    return matrices
+
+
+def quaternion_matrices(quaternions: Doubles) -> Doubles:
+    """Convert quaternions [N,4] (x, y, z, w) of any norm to matrices [N,3,3]. Raises ValueError for norm 0."""
+    lengths = np.linalg.norm(quaternions, axis=1)
+    if (lengths < 1e-8).any():
+        raise ValueError("a quaternion is 0 0 0 0")
+    x, y, z, w = (quaternions / lengths[:, None]).T
+    rows = [
+        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+    ]
+    return np.moveaxis(np.array(rows), -1, 0)
 
 
 def require_rigid(poses: Floats) -> None:
@@ -147,8 +176,8 @@ class ActionScaling:
     low and scale are float64 [D].
     """
 
-    low: npt.NDArray[np.float64]
-    scale: npt.NDArray[np.float64]
+    low: Doubles
+    scale: Doubles
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
