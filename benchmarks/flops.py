@@ -5,7 +5,7 @@ python -m benchmarks.flops RECIPE RECIPE ...                  one row for each r
 python -m benchmarks.flops RECIPE --tflops 400                the hours of a run at this speed of each GPU
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-The recipe gives the number of forward passes (wfm_ds/memory/forward_counts.py), and the denoiser's operators give the
+The recipe gives the number of forward passes (benchmarks/forward_counts.py), and the denoiser's operators give the
 FLOPs of one forward pass (wfm_ds/engine/flop_counter.py). Weights and a GPU are not needed. A model folder that does
 not exist is looked up by its name in released.py.
 """
@@ -23,13 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.released import RELEASED, Released
-from benchmarks.report import format_table
-from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.engine.flop_counter import Flops
-from wfm_ds.engine.policies import add_adapters, set_trainable
-from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.memory.forward_counts import (
+from benchmarks.forward_counts import (
     ForwardCount,
     count_evaluation,
     count_flops,
@@ -40,6 +34,12 @@ from wfm_ds.memory.forward_counts import (
     guidance_counter,
     sum_forwards,
 )
+from benchmarks.released import RELEASED, Released
+from benchmarks.report import format_table
+from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.engine.flop_counter import Flops
+from wfm_ds.engine.policies import add_adapters, set_trainable
+from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file

@@ -19,12 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.flops import CountedModel, RecipeCost, latent_shape
+from benchmarks.forward_counts import TRAINING_PURPOSE
 from benchmarks.gpu.roofline import TYPICAL_STEP, count_passes, meta_model
 from benchmarks.released import RELEASED
 from benchmarks.report import describe_machine, format_table, write_results
 from benchmarks.roofline import BATCHES, H100_TBYTES, H100_TFLOPS, Attention, Costs, Operators, count_costs
 from wfm_ds.engine.fused_norms import fuse_norms
-from wfm_ds.memory.forward_counts import TRAINING_PURPOSE
 from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
 from wfm_kernels.norms import rms_norm_operator

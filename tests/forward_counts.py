@@ -4,8 +4,7 @@ import json
 
 import torch
 
-from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.memory.forward_counts import (
+from benchmarks.forward_counts import (
     count_evaluation,
     count_rl_step,
     count_sft_step,
@@ -13,6 +12,7 @@ from wfm_ds.memory.forward_counts import (
     guidance_counter,
     sum_forwards,
 )
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.flops import CountedModel, RecipeCost, latent_shape
+from benchmarks.forward_counts import TRAINING_PURPOSE, ForwardCount, flops_by_purpose
 from benchmarks.gpu import runs
 from benchmarks.gpu.machine import matmul_tflops
 from benchmarks.roofline import DATASHEET_TFLOPS, H100_TBYTES, H100_TFLOPS, Attention, Costs, Operators
@@ -28,7 +29,6 @@ from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.flop_counter import copy_to_meta
 from wfm_ds.engine.fused_norms import fuse_norms
 from wfm_ds.engine.preparation import DTYPES
-from wfm_ds.memory.forward_counts import TRAINING_PURPOSE, ForwardCount, flops_by_purpose
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.forward_counts import count_flops
 from benchmarks.gpu import host_counts, runs
 from benchmarks.gpu.machine import median_s
 from benchmarks.gpu.pipelines import TINY
@@ -26,7 +27,6 @@ from benchmarks.released import RELEASED
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.engine.device_peaks import peak_tflops
-from wfm_ds.memory.forward_counts import count_flops
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.base import DiffusionModel

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.forward_counts import count_rl_step
 from rl_cases import make_rollout, on_one_rank, rl_recipe
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.dgpo import Dgpo
-from wfm_ds.memory.forward_counts import count_rl_step
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 FP64 = torch.float64

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from benchmarks.flops import CountedModel, RecipeCost, latent_shape
+from benchmarks.forward_counts import count_flops, flops_by_purpose
 from benchmarks.fused_norms import block_rows
 from benchmarks.gpu.roofline import count_passes, meta_model, phase_rooflines
 from benchmarks.released import RELEASED
 from benchmarks.roofline import Attention, Costs, Operators, count_costs, roofline_row
-from wfm_ds.memory.forward_counts import count_flops, flops_by_purpose
 from wfm_ds.recipe.file import load_recipe
 
 

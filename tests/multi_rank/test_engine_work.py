@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.flops import CountedModel, count_sample_flops, step_forwards
+from benchmarks.forward_counts import flops_by_purpose
 from multi_rank.resuming import tiny_recipe, train_on_rank
-from wfm_ds.memory.forward_counts import flops_by_purpose
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 

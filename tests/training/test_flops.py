@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.forward_counts import ForwardCount, ForwardFlops, count_flops, flops_by_purpose
 from each_case import check_each
 from wfm_ds.engine.flop_counter import Flops, copy_to_meta, make_flop_counter
 from wfm_ds.engine.policies import add_adapters
-from wfm_ds.memory.forward_counts import ForwardCount, ForwardFlops, count_flops, flops_by_purpose
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
 

@@ -54,14 +54,6 @@ CountPasses: TypeAlias = Callable[[float], int]
 """Function that returns how many forward passes guidance adds to a prediction at a noise level."""
 
 
-def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Return the number of forward passes for `samples` samples in batches of at most `batch` samples.
-
-    num_passes: number of forward passes for each batch.
-    """
-    return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
-
-
 def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
     """Return the sum of counts for each purpose. Purposes without forward passes are omitted."""
     sums = {
