@@ -10,7 +10,7 @@ from wfm_ds.engine.flop_counter import make_flop_counter
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model
-from wfm_ds.language.flops import SequenceSize, SequenceWork
+from wfm_ds.language.flops import SequenceWork
 from wfm_ds.language.packed_sequences import SequencePacker
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe.sections import LoraRecipe
@@ -47,7 +47,7 @@ def test_the_formula_equals_the_flops_counted_by_torch(monkeypatch, squares, fam
             network.enable_gradient_checkpointing()
         with make_flop_counter() as counter:
             model.predict(row).losses.sum().backward()
-        found = SequenceWork(network, checkpointing=checkpointing).estimate(SequenceSize.from_sequence(row))
+        found = SequenceWork(network, checkpointing=checkpointing).estimate(row)
         assert found.required + found.recomputed == pytest.approx(counter.get_total_flops(), rel=0.01)
         assert (found.recomputed > 0) == checkpointing
 

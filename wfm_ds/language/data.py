@@ -53,10 +53,6 @@ class SizedConversations:
     def lengths(self) -> list[int]:
         return [size.tokens for size in self.sizes]
 
-    @property
-    def media_kinds(self) -> frozenset[str]:
-        return frozenset(item.kind for conversation in self.conversations for item in conversation.media)
-
 
 @dataclass(frozen=True, slots=True)
 class LanguageData:
@@ -68,7 +64,8 @@ class LanguageData:
 
     @property
     def media_kinds(self) -> frozenset[str]:
-        return self.training.media_kinds | self.held_out.media_kinds
+        conversations = [*self.training.conversations, *self.held_out.conversations]
+        return frozenset(item.kind for conversation in conversations for item in conversation.media)
 
 
 def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
@@ -105,20 +102,14 @@ def common_folder(files: Sequence[str]) -> str:
     return "".join(f"{names[0]}/" for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
-def measure_conversations(
-    annotations: Annotations,
-    reader: ConversationReader,
-    world: World,
-    workers: int,
-    max_bad_fraction: float,
-    source: str,
-    cache: SizeCache | None = None,
-) -> LanguageData:
-    """Count the tokens of all conversations that are not in `cache`, and return all valid ones as training data.
+def load_paths(recipe: Recipe, reader: ConversationReader, world: World, paths: Sequence[str]) -> LanguageData:
+    """Read annotation files, count the tokens that are not cached, and return all valid conversations as training data.
 
     All ranks must call this. Raises DataError on all ranks if too many rows are bad.
     """
-    count = len(annotations.conversations)
+    annotations: Annotations = world.run_checked(lambda: read_annotations(recipe, paths))
+    count, data = len(annotations.conversations), recipe.data
+    cache = None if data.cache_dir is None else SizeCache(data.cache_dir, reader.cache_key(recipe, annotations.digest))
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
 
     def measure_one(index: int) -> Sequence[Any]:
@@ -133,28 +124,23 @@ def measure_conversations(
     def measure_shard() -> list[Sequence[Any]]:
         shard = range(world.rank, count, world.size)
         with (
-            ThreadPoolExecutor(workers) as pool,
+            ThreadPoolExecutor(data.workers) as pool,
             track_progress(pool.map(measure_one, shard), "counting tokens", total=len(shard)) as sizes,
         ):
             return list(sizes)
 
     parts = world.gather(world.run_checked(measure_shard))
     results = [parts[i % world.size][i // world.size] for i in range(count)]
-    good = [i for i, result in enumerate(results) if len(result) == len(UNKNOWN_SIZE)]
+    sizes = [ConversationSize(*result) if len(result) == len(UNKNOWN_SIZE) else UNKNOWN_SIZE for result in results]
     bad = [(error.reason, str(error)) for error in annotations.bad]
     bad += [(result[0], result[1]) for result in results if len(result) != len(UNKNOWN_SIZE)]
-    if cache is not None and world.is_main:
-        sizes = [ConversationSize(*result) if len(result) == len(UNKNOWN_SIZE) else UNKNOWN_SIZE for result in results]
-        if sizes != cached_sizes:
-            cache.write(sizes)
-    _check_bad_rows(bad, len(good), max_bad_fraction, source)
+    if cache is not None and world.is_main and sizes != cached_sizes:
+        cache.write(sizes)
+    good = [i for i, size in enumerate(sizes) if size != UNKNOWN_SIZE]
+    _check_bad_rows(bad, len(good), data.max_bad_fraction, ", ".join(paths))
     counts = {reason: sum(row_reason == reason for row_reason, _ in bad) for reason in REASONS}
-    conversations = [annotations.conversations[i] for i in good]
-    return LanguageData(
-        SizedConversations(conversations, [ConversationSize(*results[i]) for i in good]),
-        SizedConversations([], []),
-        counts,
-    )
+    training = SizedConversations([annotations.conversations[i] for i in good], [sizes[i] for i in good])
+    return LanguageData(training, SizedConversations([], []), counts)
 
 
 def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fraction: float, source: str) -> None:
@@ -175,22 +161,16 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 
     Held-out conversations come from validation.path. If it is not set, they are split off the training data.
     """
-    data, validation = recipe.data, recipe.validation
-
-    def load_paths(paths: Sequence[str]) -> LanguageData:
-        rows = world.run_checked(lambda: read_annotations(recipe, paths))
-        cache = None
-        if data.cache_dir is not None:
-            cache = SizeCache(data.cache_dir, reader.cache_key(recipe, rows.digest))
-        return measure_conversations(rows, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
-
-    dataset = load_paths(data.shard_patterns)
+    validation = recipe.validation
+    dataset = load_paths(recipe, reader, world, recipe.data.shard_patterns)
     if validation.path is not None:
-        held_out = load_paths([validation.path]).training
-        return LanguageData(dataset.training, first_by_id(held_out, validation.num_images), dataset.bad)
-    training, held_out = split_holdout(dataset.training, validation.holdout)
-    if not training.conversations:
-        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training data: lower it")
+        training, held_out = dataset.training, load_paths(recipe, reader, world, [validation.path]).training
+    else:
+        training, held_out = split_holdout(dataset.training, validation.holdout)
+        if not training.conversations:
+            raise DataError(
+                f"{recipe.data.path}: validation.holdout {validation.holdout} leaves no training data: lower it"
+            )
     return LanguageData(training, first_by_id(held_out, validation.num_images), dataset.bad)
 
 

@@ -24,33 +24,6 @@ LayerPosition: TypeAlias = tuple[int, int, int]  # model component, block in it,
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSize:
-    """The token and patch counts of a packed sequence, which determine its FLOPs."""
-
-    segments: Sequence[int]  # number of tokens of each conversation
-    num_labelled: int
-    grids: Sequence[tuple[int, int, int]] = ()  # patches of each image or video: time, height, width
-
-    @classmethod
-    def from_sequence(cls, sequence: PackedSequence) -> SequenceSize:
-        grids = [
-            tuple(grid)
-            for name, grid_tensor in sequence.media.items()
-            if name.endswith("grid_thw")
-            for grid in grid_tensor.tolist()
-        ]
-        return cls(sequence.segments, len(sequence.label_positions), grids)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.segments)
-
-    @property
-    def num_patches(self) -> int:
-        return sum(t * h * w for t, h, w in self.grids)
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """A linear layer: its number of weights, and the type of its inputs (such as tokens or patches)."""
 
@@ -84,48 +57,45 @@ class SequenceWork:
         self._recorded = FlopCount()
 
     def record(self, sequence: PackedSequence) -> None:
-        self._recorded += self.estimate(SequenceSize.from_sequence(sequence))
+        self._recorded += self.estimate(sequence)
 
     def pop_work(self) -> FlopCount:
         work, self._recorded = self._recorded, FlopCount()
         return work
 
-    def estimate(self, size: SequenceSize) -> FlopCount:
+    def estimate(self, sequence: PackedSequence) -> FlopCount:
         """Return the FLOPs of a forward and backward pass on one sequence, with recomputation as a separate number."""
-        patches = size.num_patches
-        items = {
-            "patch": patches,
-            "merged": patches // self._merge**2,
-            "token": size.num_tokens,
-            "labelled": size.num_labelled,
-        }
+        tables = [grids for name, grids in sequence.media.items() if name.endswith("grid_thw")]
+        grids = [(int(t), int(h), int(w)) for table in tables for t, h, w in table.tolist()]
+        patches = sum(t * h * w for t, h, w in grids)
+        items = {"patch": patches, "merged": patches // self._merge**2}
+        items |= {"token": sum(sequence.segments), "labelled": len(sequence.label_positions)}
         required = recomputed = 0
         for layer in self._layers:
             forward = 2 * layer.weights * items[layer.kind]
             required += forward * (1 + layer.is_trained + layer.has_input_gradient)
             recomputed += forward * (layer.is_recomputed and self._checkpointing)
-        for attention, has_gradient in self._attention_flops(size):
+        for attention, has_gradient in self._attention_flops(sequence.segments, grids):
             required += attention * (3 if has_gradient else 1)
             recomputed += attention * (self._checkpointing and has_gradient)
         return FlopCount(required, recomputed)
 
-    def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """Yield (FLOPs of the forward pass, whether it has a backward pass) for each attention layer."""
-        squares = sum(length**2 for length in size.segments)
+    def _attention_flops(
+        self, segments: Sequence[int], grids: Sequence[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, bool]]:
+        """Yield (FLOPs of the forward pass, whether it has a backward pass) for each attention layer.
+
+        segments: tokens of each conversation. grids: patches of each image or video along time, height and width.
+        """
+        squares = sum(length**2 for length in segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._first < (3, number, 1)
         for number in range(self._num_blocks):
-            pairs = sum(t * self._count_pairs(h, w, is_global=number in self._full) for t, h, w in size.grids)
+            if number in self._full or not self._window:
+                pairs = sum(t * (h * w) ** 2 for t, h, w in grids)
+            else:  # patches attend to those of their window
+                pairs = sum(t * _sum_squares(h, self._window) * _sum_squares(w, self._window) for t, h, w in grids)
             yield 4 * self._vision_width * pairs, self._first < (0, number, 1)
-
-    def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
-        """Return the number of pairs of patches that attend to each other in a frame of height x width patches.
-
-        is_global: True: attention covers the whole frame. False: it covers windows.
-        """
-        if is_global or not self._window:
-            return (height * width) ** 2
-        return _sum_squares(height, self._window) * _sum_squares(width, self._window)
 
 
 def _sum_squares(length: int, part: int) -> int:
@@ -168,20 +138,17 @@ def find_layers(network: nn.Module) -> Iterator[Layer]:
         share = 1.0
         if ".experts." in name and parameter.ndim == 3:
             share = text.num_experts_per_tok / text.num_experts
+        kind = "labelled" if name.startswith(HEAD) else "token"
+        if name.startswith(VISION):
+            kind = "merged" if "merger" in name else "patch"
         position = layer_position(name)
         is_lora_b = ".lora_B." in name  # its lora_A runs before it
         in_block = ".blocks." in name or ".layers." in name
         yield Layer(
-            kind=_layer_kind(name),
+            kind=kind,
             weights=round(parameter.numel() * share),
             is_trained=parameter.requires_grad,
             has_input_gradient="patch_embed" not in name
             and ((is_lora_b and parameter.requires_grad) or first < position),
             is_recomputed=in_block and not name.endswith(OUTPUT_WEIGHTS) and first < (*position[:2], 2),
         )
-
-
-def _layer_kind(name: str) -> str:
-    if name.startswith(VISION):
-        return "merged" if "merger" in name else "patch"
-    return "labelled" if name.startswith(HEAD) else "token"

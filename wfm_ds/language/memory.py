@@ -14,6 +14,7 @@ from wfm_ds.language.data import LanguageData
 from wfm_ds.language.model import LanguageModel, checkpoint_blocks, score_logits
 from wfm_ds.language.packed_sequences import ConversationSize
 from wfm_ds.language.sequence_source import PackingOrder
+from wfm_ds.memory.activations import discard_gradients
 from wfm_ds.memory.engine import EngineMemory
 from wfm_ds.memory.estimate import MemoryEstimate
 from wfm_ds.recipe.schema import Recipe
@@ -73,9 +74,7 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
     if recipe.model.gradient_checkpointing:
         checkpoint_blocks(module)
     tokens = -(-row_size.tokens // recipe.engine.sequence_parallel)
-    parameters: list[Any] = list(meta_network.parameters())
-    handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in parameters if p.requires_grad]
-    with LiveByteCounter("meta") as live, emulate_gpu_attention():
+    with discard_gradients(meta_network), LiveByteCounter("meta") as live, emulate_gpu_attention():
         embedded = torch.empty(
             1, tokens, decoder.config.hidden_size, dtype=dtype, device=META_DEVICE, requires_grad=True
         )
@@ -84,7 +83,7 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
         after_forward = live.current
         torch.autograd.backward(hidden, torch.empty_like(hidden))
         layer_peak = live.peak
-    with LiveByteCounter("meta") as live:
+    with discard_gradients(meta_network), LiveByteCounter("meta") as live:
         labelled_hidden = torch.empty(
             row_size.labelled, decoder.config.hidden_size, dtype=dtype, device=META_DEVICE, requires_grad=True
         )
@@ -92,14 +91,8 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
             module.lm_head(labelled_hidden), torch.empty(row_size.labelled, dtype=torch.long, device=META_DEVICE)
         ).losses
         torch.autograd.backward(losses.sum())
-    for handle in handles:
-        handle.remove()
     # The logits are already freed when the backward pass reaches the layers.
     return max(int(after_forward), int(layer_peak) - int(live.peak)), int(live.peak)
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, media: int) -> int:

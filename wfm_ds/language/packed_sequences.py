@@ -57,11 +57,10 @@ class SizeCache:
         """Return the sizes of `count` conversations. A size that is not cached is UNKNOWN_SIZE."""
         try:
             array = np.load(self.file, allow_pickle=False)
-        except (FileNotFoundError, ValueError, EOFError, OSError):
-            return [UNKNOWN_SIZE] * count
-        if array.shape != (count, 3):
-            return [UNKNOWN_SIZE] * count
-        return [ConversationSize(*size) for size in array.tolist()]
+        except (OSError, ValueError, EOFError):
+            array = np.empty(0)
+        known = array.shape == (count, 3)
+        return [ConversationSize(*size) for size in array.tolist()] if known else [UNKNOWN_SIZE] * count
 
     def write(self, sizes: Sequence[ConversationSize]) -> None:
         try:

@@ -60,11 +60,7 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
     decoder = unwrapped.model.language_model
     AttentionInterface.register(ATTENTION_NAME, ulysses_attention_forward)
     decoder.config._attn_implementation = ATTENTION_NAME  # transformers builds masks only for its own names
-
-    def shard_call(arguments: dict[str, Any]) -> None:
-        shard_arguments(arguments, group)
-
-    change_arguments(decoder, shard_call)
+    change_arguments(decoder, lambda arguments: shard_arguments(arguments, group))
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:

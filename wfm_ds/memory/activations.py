@@ -5,8 +5,9 @@ Only tensors are counted, not the CUDA context and the workspaces of libraries.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -93,7 +94,8 @@ def measure_denoiser_passes(
 
     whole = measure(shape)
     if ranks > 1:
-        rows = _half_rows(shadow, shape)
+        patch = next(p for p in range(1, shape[-2] + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
+        rows = max(patch, shape[-2] // 2 // patch * patch)
         partial = measure((*shape[:-2], rows, shape[-1]))
         rows_per_rank = shape[-2] / ranks
         whole = PassMemory(
@@ -107,12 +109,6 @@ def measure_denoiser_passes(
     return whole
 
 
-def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    rows = shape[-2]
-    patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
-    return max(patch, rows // 2 // patch * patch)
-
-
 def _measure_passes(
     shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype, *, training: bool
 ) -> PassMemory:
@@ -121,24 +117,29 @@ def _measure_passes(
     inference = live.peak
     if not training:
         return PassMemory(inference)
-    trained: Any = _trainable_parameters(shadow.unwrapped_denoiser)
-    handles = [parameter.register_post_accumulate_grad_hook(_discard_gradient) for parameter in trained]
-    with LiveByteCounter("meta") as live, emulate_gpu_attention():
+    discarded = discard_gradients(shadow.unwrapped_denoiser)
+    with discarded, LiveByteCounter("meta") as live, emulate_gpu_attention():
         velocity = _predict_velocity(shadow, shape, batch, text_dtype)
         kept = live.current
         torch.autograd.backward(velocity, torch.empty_like(velocity))
-    for handle in handles:
-        handle.remove()
     return PassMemory(inference, kept, live.peak)
 
 
-def _discard_gradient(parameter: Tensor) -> None:
-    """Delete a gradient. In a run, the engine moves it to a reduction bucket, which is not activation memory."""
-    parameter.grad = None
+@contextlib.contextmanager
+def discard_gradients(module: nn.Module) -> Iterator[None]:
+    """Delete the gradients of parameters in the `with` block as soon as they are complete.
 
+    In a run, the engine moves them to a reduction bucket, which is not activation memory.
+    """
 
-def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def delete_gradient(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with contextlib.ExitStack() as hooks:
+        for parameter in trained:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(delete_gradient))
+        yield
 
 
 def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype) -> Tensor:
