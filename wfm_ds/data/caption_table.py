@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 from wfm_ds.data.file_lists import FileFinder
 from wfm_ds.data.folder_layout import DOCS_HINT
-from wfm_ds.data.input_files import input_suffixes
 from wfm_ds.data.media_inputs import (
     NO_INPUTS,
     InputFolders,
     MediaInputs,
     check_edit_columns,
+    find_named_files,
     single_files,
     suggest_columns,
 )
@@ -127,7 +127,9 @@ class CaptionTable(SampleSet):
     def _add_row(self, where: str, values: dict[str, Any]) -> None:
         name, text = values.pop(self._file_column, None), values.pop(self._caption_column, None)
         negative = values.pop("negative_prompt", None)
-        path, found = self._files.find(name, MEDIA_SUFFIXES), self._pop_images(values)
+        path = self._files.find(name, MEDIA_SUFFIXES)
+        files = {key: values.pop(column, None) for key, column in self._input_columns.items()}
+        images = find_named_files(self._files, files)
         if path is None:
             if isinstance(name, str):
                 self._missing.append(f"{where}: {to_printable(name)}")
@@ -136,7 +138,7 @@ class CaptionTable(SampleSet):
             self.reject("no_prompt", f"{where}: {name}")
         elif (sample_id := self._make_id(name)) in self._num_rows and self._inputs.has_target:
             self.reject("ambiguous", f"{where}: {name}")
-        elif isinstance(assigned := self._assign_images(path, sample_id, found), str):
+        elif isinstance(assigned := self._assign_images(path, sample_id, images), str):
             self.reject(assigned, f"{where}: {name}")
         else:
             self._num_rows[sample_id] += 1
@@ -151,16 +153,9 @@ class CaptionTable(SampleSet):
             self.samples.append(Sample(id=sample_id, media=assigned[0], prompt=prompt, images=assigned[1]))
 
     def _assign_images(
-        self, path: str, sample_id: str, found: Mapping[str, Media]
+        self, path: str, sample_id: str, images: Mapping[str, Media]
     ) -> tuple[Media, dict[str, Media]] | str:
-        return self._inputs.assign(LocalFile(path), {**found, **single_files(self._input_folders.find(sample_id))})
-
-    def _pop_images(self, values: dict[str, Any]) -> dict[str, Media]:
-        paths = {
-            name: self._files.find(values.pop(column, None), input_suffixes(name))
-            for name, column in self._input_columns.items()
-        }
-        return {name: LocalFile(path) for name, path in paths.items() if path is not None}
+        return self._inputs.assign(LocalFile(path), {**images, **single_files(self._input_folders.find(sample_id))})
 
     def _make_id(self, name: str) -> str:
         path, top = self._files.resolve(name), os.path.normpath(self.table.parent)

@@ -24,11 +24,9 @@ from wfm_ds.data.samples import (
     Sample,
     SampleSet,
     decode_text,
-    pack_prompt,
-    parse_caption,
+    make_prompt,
     parse_object,
     to_printable,
-    unpack_prompt,
 )
 from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
@@ -38,7 +36,7 @@ from wfm_ds.types import MEDIA_INPUTS, Prompt
 
 log = logging.getLogger(__name__)
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 RECENT_S = 60.0  # file system clocks tick every 2 s at worst, and a file server's clock may lag
 
 
@@ -187,12 +185,13 @@ class CaptionedFolder(SampleSet):
     def _add_media(self, sample_id: str, media_file: str, objects: list[str], texts: list[str]) -> None:
         for name in MEDIA_INPUTS:
             self._input_files.update(map(os.path.normpath, self._entries.get(f"{sample_id}.{name}", [])))
-        prompt, metadata = self._read_json_caption(objects[0], sample_id) if objects else (None, {})
+        caption = (self._captions.read(objects[0], parse_object) or {}) if objects else {}
+        prompt = make_prompt(caption, sample_id)
         if prompt is None and len(texts) > 1:
             self.reject("ambiguous", texts[0])
             return
         if prompt is None and texts and (text := self._captions.read(texts[0], join_lines)) is not None:
-            prompt = Prompt(id=sample_id, text=text, metadata=metadata)
+            prompt = Prompt(id=sample_id, text=text, metadata=caption)
             self._num_texts += 1
         if not objects and not texts:
             self._uncaptioned.add(sample_id)
@@ -242,18 +241,6 @@ class CaptionedFolder(SampleSet):
         for reason in ("no_json", "no_source"):
             names = [name for name in self.bad.pop(reason, []) if os.path.normpath(name) not in self._input_files]
             self.bad |= {reason: names} if names else {}
-
-    def _read_json_caption(self, path: str, sample_id: str) -> tuple[Prompt | None, dict[str, Any]]:
-        """Return (prompt, {}) if the file has a prompt, (None, its JSON object) if not, (None, {}) if it is invalid."""
-
-        def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
-            prompt = parse_caption(data, sample_id)
-            return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
-
-        content = self._captions.read(path, pack_content)
-        if isinstance(content, list):
-            return unpack_prompt([sample_id, *content]), {}
-        return None, content or {}
 
 
 def join_lines(data: bytes) -> str | None:

@@ -27,20 +27,9 @@ from wfm_ds.storage.filesystem import read_regular
 
 EMBEDDING_KEY = "prompt_embeds"  # name of the tensor in the safetensors file
 # Functions and classes that pickles of numpy arrays refer to: numpy 1 and 2, pickle protocols 3 to 5.
-ALLOWED_NAMES = frozenset(
-    {
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        *(
-            (f"numpy.{core}.{module}", name)
-            for core in ("core", "_core")
-            for module, name in (
-                ("multiarray", "_reconstruct"),
-                ("numeric", "_frombuffer"),
-            )
-        ),
-    }
-)
+ALLOWED_NAMES = {("numpy", "ndarray"), ("numpy", "dtype")}
+ALLOWED_NAMES |= {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+ALLOWED_NAMES |= {(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
 # Errors of crafted pickles, which may call the allowed names with any arguments.
 PICKLE_ERRORS = (
     UnpicklingError,
@@ -49,8 +38,7 @@ PICKLE_ERRORS = (
     ValueError,
     TypeError,
     AttributeError,
-    IndexError,
-    KeyError,
+    LookupError,
     ImportError,
     MemoryError,
     OverflowError,

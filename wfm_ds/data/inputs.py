@@ -67,10 +67,6 @@ class ConditionedModel(Protocol):
         """Encode the inputs of B samples as conditioning tensors. Raises ValueError if an input is invalid."""
 
 
-def make_pair(height: int, width: int) -> tuple[int, int]:
-    return height, width
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
     """Reads the conditioning inputs of samples, except the text. Thread-safe."""
@@ -86,7 +82,7 @@ class InputReader:
     domain: int | None = None  # input `domain` of all samples; None: the value of each sample
     images: Sequence[str] = ()  # input images
     videos: Sequence[str] = ()  # input videos
-    source_size: Callable[[int, int], tuple[int, int]] = make_pair  # size of sources for the size of a sample
+    source_size: Callable[[int, int], tuple[int, int]] = lambda *size: size  # size of sources for the size of a sample
     has_target: bool = True  # whether the image of a sample is the target; otherwise it is the source or control
     sets: Mapping[str, InputReader] = field(default_factory=dict)  # readers of the data sets of a mixture
 

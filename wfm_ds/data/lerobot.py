@@ -184,14 +184,10 @@ def select_episodes(episodes: list[Episode], selection: str | None, where: str) 
     """Return the episodes in a slice such as `0:-500`. None selects all. Raises DataError if none remain."""
     if selection is None:
         return episodes
-    selected = episodes[parse_slice(selection)]
+    selected = episodes[slice(*(int(number) if number else None for number in selection.split(":")))]
     if not selected:
         raise DataError(f"{shorten_path(where)} has {len(episodes)} episodes, none of which is in {selection}")
     return selected
-
-
-def parse_slice(selection: str) -> slice:
-    return slice(*(int(number) if number else None for number in selection.split(":")))
 
 
 def split_task(task: str) -> tuple[str, ...]:

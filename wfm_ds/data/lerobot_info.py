@@ -154,7 +154,7 @@ def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
     Raises DataError if metadata is missing, damaged or incomplete, or if two episodes have the same index.
     """
     with convert_damage(info.join("meta/episodes" + ("" if info.is_v3 else ".jsonl"))):
-        rows = sorted(read_rows_v3(info) if info.is_v3 else read_rows_v2(info), key=lambda row: row["episode_index"])
+        rows = sorted(read_rows(info), key=lambda row: row["episode_index"])
         for row, following in itertools.pairwise(rows):
             if row["episode_index"] == following["episode_index"]:
                 raise DataError(
@@ -173,11 +173,9 @@ def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
     return episodes
 
 
-def read_rows_v2(info: LeRobotInfo) -> list[dict[str, Any]]:
-    return [json.loads(line) for _, line in split_lines(read_file(info.join("meta/episodes.jsonl")))]
-
-
-def read_rows_v3(info: LeRobotInfo) -> list[dict[str, Any]]:
+def read_rows(info: LeRobotInfo) -> list[dict[str, Any]]:
+    if not info.is_v3:
+        return [json.loads(line) for _, line in split_lines(read_file(info.join("meta/episodes.jsonl")))]
     import pyarrow.parquet as pq
 
     fs, inner = open_filesystem(info.root)
@@ -205,9 +203,9 @@ def list_episodes_v3(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], camer
         file = info.data_path.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
         first_row = first_rows.setdefault(file, row["dataset_from_index"])
         data = EpisodeRows(info.join(file), row["dataset_from_index"] - first_row, length, index)
-        videos = {name: CameraSpan(video_address(info, row, name), read_span(row, name)[0]) for name in cameras}
-        spans = [read_span(row, name) for name in cameras]
-        num_missing = max((round(length - (end - start) * info.fps) for start, end in spans), default=0)
+        spans = {name: read_span(row, name) for name in cameras}
+        videos = {name: CameraSpan(video_address(info, row, name), start) for name, (start, _) in spans.items()}
+        num_missing = max((round(length - (end - start) * info.fps) for start, end in spans.values()), default=0)
         yield Episode(index, length, row.get("tasks") or (), data, videos, max(0, num_missing))
 
 
@@ -246,7 +244,7 @@ def check_spans(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: S
 
 def read_file_ends(info: LeRobotInfo, cameras: Sequence[str]) -> dict[str, float]:
     """Return {video file: time in seconds at which its last episode ends} of a dataset of version 3."""
-    spans = list_spans(info, read_rows_v3(info), cameras)
+    spans = list_spans(info, read_rows(info), cameras)
     return {file: max(end for _, end, _ in parts) for file, parts in spans.items()}
 
 

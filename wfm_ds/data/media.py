@@ -99,19 +99,11 @@ def read_clip(
     chosen = choose_frames(media, seconds, framing, draw) if frames is None else frames
     wanted = [times[i] for i in chosen][: framing.num_frames]
     start = starts[max(0, bisect.bisect_right(starts, wanted[0]) - 1)] if starts else times[0]
-    clip = empty_clip(len(wanted), framing)
+    clip = np.empty((len(wanted), framing.height, framing.width, 3), np.uint8)  # stacking frames later would be slower
     fitter = FrameFitter(media, framing, framing.crop_position(draw))
     for places, frame in read_frames(media, container, wanted, (start, times[0])):
         clip[places] = fitter.fit_frame(frame)
     return clip, float(seconds[chosen[0]])
-
-
-def empty_clip(num_frames: int, framing: Framing) -> npt.NDArray[np.uint8]:
-    """Return an array [num_frames, height, width, 3] to write frames to.
-
-    If all frames were allocated first and then stacked, a third of the time would be spent on new memory pages.
-    """
-    return np.empty((num_frames, framing.height, framing.width, 3), np.uint8)
 
 
 def load_episode(
@@ -123,7 +115,7 @@ def load_episode(
     `position`. Raises BadMedia if a video is unusable.
     """
     (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
-    clip = empty_clip(len(chosen), framing)
+    clip = np.empty((len(chosen), framing.height, framing.width, 3), np.uint8)
     if not others:
         fitter = FrameFitter(media, framing, position, untagged_hd=False)
 
@@ -327,7 +319,9 @@ def read_frames(
             near = {place: abs(time - frame_time) for place, time in missing.items()}
             near = {p: d for p, d in near.items() if d <= min(tolerance, distances.get(p, tolerance + 1) - 1)}
             if near:
-                check_frame_size(media, frame)
+                if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
+                    size = f"{frame.height} x {frame.width}"
+                    raise BadMedia("decode", media.name, f"frames of {size} pixels exceed the size limit")
                 distances |= near
                 yield list(near), frame
         if len(distances) == len(wanted):
@@ -345,9 +339,3 @@ def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[
         yield frame.pts, frame
         if frame.pts >= last:
             return
-
-
-def check_frame_size(media: Media, frame: VideoFrame) -> None:
-    """Raise BadMedia if a frame exceeds Pillow's size limit for images."""
-    if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
-        raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")

@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from wfm_ds.data.file_lists import files_by_id
+from wfm_ds.data.file_lists import FileFinder, files_by_id
 from wfm_ds.data.input_files import input_suffixes
 from wfm_ds.data.samples import LocalFile, Media, to_printable
 from wfm_ds.errors import DataError
@@ -98,6 +99,12 @@ class InputFolders:
     def find(self, sample_id: str) -> dict[str, list[str]]:
         """Return {input name: image files}."""
         return {name: files.get(sample_id, []) for name, files in self._files.items()}
+
+
+def find_named_files(finder: FileFinder, names: Mapping[str, Any]) -> dict[str, Media]:
+    """Return {input: file} for {input: file name}, without missing files and files of other types."""
+    paths = {name: finder.find(value, input_suffixes(name)) for name, value in names.items()}
+    return {name: LocalFile(path) for name, path in paths.items() if path is not None}
 
 
 def single_files(files: Mapping[str, Sequence[str]]) -> dict[str, Media]:

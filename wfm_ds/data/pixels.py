@@ -20,23 +20,15 @@ from wfm_ds.storage.filesystem import LFS_ADVICE, LFS_SIGN
 # Supported formats. By default Pillow tries all its formats, some of them through external programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
-BAD_MEDIA_REASONS = (
-    "decode",
-    "too_small",
-    "too_short",
-    "low_fps",
-    "bad_actions",
-    "bad_input",
-    "no_sound",
-)  # values of BadMedia.reason
+# Values of BadMedia.reason.
+BAD_MEDIA_REASONS = ("decode", "too_small", "too_short", "low_fps", "bad_actions", "bad_input", "no_sound")
 # Errors of Pillow's decoders and EXIF reader for damaged files: mostly OSError, others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
     SyntaxError,
     EOFError,
-    IndexError,
-    KeyError,
+    LookupError,
     TypeError,
     struct.error,
     zlib.error,

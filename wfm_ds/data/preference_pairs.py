@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from wfm_ds.data.file_lists import FileFinder
-from wfm_ds.data.input_files import input_suffixes
-from wfm_ds.data.media_inputs import NO_INPUTS, MediaInputs
-from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, parse_caption
+from wfm_ds.data.media_inputs import NO_INPUTS, MediaInputs, find_named_files
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
 from wfm_ds.data.webdataset import TarMember, TarShards
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
@@ -71,10 +70,8 @@ class PairTable(SampleSet):
             self.reject("ambiguous", where)
             return
         chosen, rejected = (LocalFile(path) for path in paths if path is not None)
-        values = {name: metadata.pop(name, None) for name in self._inputs.names}
-        files = {name: self._files.find(value, input_suffixes(name)) for name, value in values.items()}
-        found: dict[str, Media] = {name: LocalFile(path) for name, path in files.items() if path is not None}
-        assigned = self._inputs.assign(chosen, found, is_pair=True)
+        images = find_named_files(self._files, {name: metadata.pop(name, None) for name in self._inputs.names})
+        assigned = self._inputs.assign(chosen, images, is_pair=True)
         if isinstance(assigned, str):
             self.reject(assigned, where)
             return

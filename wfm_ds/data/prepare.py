@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.program import CommandParser, run_command
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe.schema import Recipe
 
-T = TypeVar("T")
 TIMEOUT_S = 24 * 3600.0  # maximum wait for the slowest rank
 
 
@@ -79,25 +78,18 @@ def fill_caches(recipe: Recipe, world: World) -> str:
     from wfm_ds.training.caches import CacheFiller
     from wfm_ds.training.diffusion_builder import mark_frozen_layers
 
-    def run_on_all_ranks(work: Callable[[], T]) -> T:
-        def explain_memory_errors() -> T:
-            with explain_out_of_memory(
-                world.device, lambda phase: suggest_part_keys("activations", "encode", recipe), lambda: None
-            ):
-                return work()
-
-        result: T = world.run_checked(explain_memory_errors)
-        return result
-
+    explain = explain_out_of_memory(
+        world.device, lambda phase: suggest_part_keys("activations", "encode", recipe), lambda: None
+    )
     recipe = agree_on_commit(recipe, world, overwrite=False)
     fetch_model(recipe, world)
     if world.local_rank == 0:
         remove_temporary_files(recipe.data.cache_dir, time.time())
     data = read_on_main(world, lambda: load_data(recipe))
-    model = run_on_all_ranks(lambda: load_model(recipe, world.device))
+    model = world.run_checked(explain(lambda: load_model(recipe, world.device)))
     mark_frozen_layers(model, recipe)
     filler = world.run_checked(lambda: CacheFiller(recipe, model, data, world.rank, world.size))
-    counts = world.sum_over_ranks(run_on_all_ranks(filler.fill_caches))
+    counts = world.sum_over_ranks(world.run_checked(explain(filler.fill_caches)))
     return (
         f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} already cached, "
         f"{counts['bad']:.0f} invalid images or videos"

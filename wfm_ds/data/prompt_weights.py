@@ -50,9 +50,8 @@ class RewardStdTable:
             return np.full(len(stds), UNIT, np.int64)
         stds[np.isnan(stds)] = math.fsum(known_stds) / len(known_stds)
         relative_weights = self.floor + (1 - self.floor) * (stds / known_stds.max())
-        weights: Weights = np.ceil(UNIT * np.minimum(relative_weights, 1.0)).astype(
-            np.int64
-        )  # rounded up to stay above the floor
+        # Rounded up to stay above the floor.
+        weights: Weights = np.ceil(UNIT * np.minimum(relative_weights, 1.0)).astype(np.int64)
         return weights
 
     def stats(self) -> dict[str, float]:

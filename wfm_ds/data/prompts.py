@@ -33,7 +33,9 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
 
     Blank lines are skipped. Raises DataError if the folder or file is missing, empty or invalid.
     """
-    download = f"; to download the published set: {download_command(name, folder)}" if name in PROMPT_FORMATS else ""
+    download = ""
+    if name in PROMPT_FORMATS:
+        download = f"; to download the published set: wfm data prompts {name} {shlex.quote(str(folder))}"
     if not folder.is_dir():
         raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}{download}")
     names, parse = PROMPT_FORMATS.get(name, (("{split}.txt", "{split}.jsonl"), None))
@@ -48,10 +50,6 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     if name not in PROMPT_FORMATS and len(files) > 1:
         raise DataError(f"{folder} has both {files[0].name} and {files[1].name}: remove one or change data.split")
     return read_prompts(files[0], f"{name}/{split}", parse)
-
-
-def download_command(name: str, folder: Path) -> str:
-    return f"wfm data prompts {name} {shlex.quote(str(folder))}"
 
 
 def load_prompt_file(path: Path) -> list[Prompt]:

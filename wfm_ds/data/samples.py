@@ -217,14 +217,17 @@ def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Parse a JSON caption. Returns None if it has no prompt. Other keys except negative_prompt become metadata."""
     caption = parse_object(content)
-    if caption is None:
-        return None
-    text, negative = caption.pop("prompt", None), caption.pop("negative_prompt", None)
+    return None if caption is None else make_prompt(caption, sample_id)
+
+
+def make_prompt(caption: Mapping[str, Any], sample_id: str) -> Prompt | None:
+    """Return the prompt of a JSON caption, or None if it has none. Keys except negative_prompt become metadata."""
+    text, negative = caption.get("prompt"), caption.get("negative_prompt")
     if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
         return None
-    return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=caption)
+    metadata = {key: value for key, value in caption.items() if key not in ("prompt", "negative_prompt")}
+    return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=metadata)
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:

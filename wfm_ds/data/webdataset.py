@@ -22,8 +22,8 @@ from wfm_ds.data.samples import (
     Sample,
     SampleSet,
     decode_text,
-    is_encodable,
-    parse_caption,
+    make_prompt,
+    parse_object,
     to_printable,
 )
 from wfm_ds.distributed.liveness import LIVENESS
@@ -253,16 +253,10 @@ class TarShards(SampleSet):
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
     """Return the prompt of a sample's .json or .txt caption. Returns None if neither is valid."""
-    if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
+    caption = parse_object((json_text or "").encode()) or {}
+    if (prompt := make_prompt(caption, sample_id)) is not None or plain_text is None or not plain_text.strip():
         return prompt
-    if plain_text is None or not plain_text.strip():
-        return None
-    try:
-        metadata = json.loads(json_text or "{}")
-        metadata = metadata if is_encodable(metadata) else {}
-    except (ValueError, RecursionError):
-        metadata = {}
-    return Prompt(id=sample_id, text=plain_text.strip(), metadata=metadata if isinstance(metadata, dict) else {})
+    return Prompt(id=sample_id, text=plain_text.strip(), metadata=caption)
 
 
 def unique_shard_names(shards: Sequence[str]) -> list[str]:
