@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import pickle
 
 import numpy as np
 import pytest
 
 from wfm_ds.data.action_data import ActionData
-from wfm_ds.data.broadcast import can_be_sent
+from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.episode import CameraSpan, EpisodeVideo
 from wfm_ds.data.episode_rows import EpisodeRows
@@ -98,13 +97,16 @@ def test_every_kind_of_media_is_received_unchanged():
         ),
     ]
     scaling = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0)
-    actions = ActionData(width=2, scaling=scaling, library=np.float32([[[1, 2]]]))
+    actions = ActionData(width=2, scaling=scaling, library=np.float32([[[1, 2]]]), sets={"a": ActionData(width=3)})
     data = TrainingData(
         prompts=[prompt], samples=samples, held_out=samples[:1], validation_prompts=[prompt], bad={"shard": ["x"]}
     )
-    assert can_be_sent(samples)
-    received, received_actions = pickle.loads(pickle.dumps((data, actions)))  # noqa: S301, written by this test
-    assert received == data
-    assert np.array_equal(received_actions.scaling(actions.library), scaling(actions.library))
+    assert unpack_data(json.loads(json.dumps(pack_data(data)))) == data
+    with_actions = dataclasses.replace(data, actions=actions)
+    received = unpack_data(json.loads(json.dumps(pack_data(with_actions)))).actions
+    assert (received.library == actions.library).all()
+    assert (received.scaling(actions.library) == scaling(actions.library)).all()
+    assert received.sets == actions.sets
     for changes in ({"media": RemoteFile("s3://x/a.png")}, {"rows": {}}, {"images": {"source": RemoteFile("a")}}):
-        assert not can_be_sent([samples[0], dataclasses.replace(samples[0], **changes)])
+        own = dataclasses.replace(samples[0], **changes)  # of classes that only the reading rank knows
+        assert pack_data(dataclasses.replace(data, held_out=[own])) is None
