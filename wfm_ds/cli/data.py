@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe_lerobot(path: str) -> list[str]:
-    from wfm_ds.data.lerobot_files import download_metadata
-    from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
+    from wfm_ds.data.lerobot_info import download_metadata, find_roots, read_episodes, read_info
 
     lines: list[str] = []
     for root in find_roots(download_metadata(path)).values():

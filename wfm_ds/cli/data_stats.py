@@ -104,8 +104,7 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
     from wfm_ds.data.action_space import ActionSpace
     from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.folder_layout import is_lerobot
-    from wfm_ds.data.lerobot_files import META_FILES, download_files
-    from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
+    from wfm_ds.data.lerobot_info import META_FILES, download_files, find_roots, read_episodes, read_info
     from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.data.samples import Sample
     from wfm_ds.recipe.data import DataRecipe

@@ -146,16 +146,14 @@ class AgibotMotion:
     @property
     def features(self) -> Mapping[str, int]:
         names = {"joint": 14, "head": 2, "waist": 2, "robot": 3}
-        return {f"observation.states.{name}.position": width for name, width in names.items()} | {
-            "observation.states.robot.orientation": 4
-        }
+        positions = {f"observation.states.{name}.position": width for name, width in names.items()}
+        return positions | {"observation.states.robot.orientation": 4}
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles:
         chosen = {name: rows[name][list(frames)].astype(np.float64) for name in self.features}
         return relative_poses(*agibot_poses(self.link, *chosen.values()))
 
 
-LIBERO_MOTION = StoredMotion("action")
 GRIPPER = StoredValues("action", slice(6, 7))
 # AgiBot stores its grippers as 0 (open) to 120 degrees (closed), and slightly more in some episodes.
 AGIBOT_GRIPPERS = [
@@ -163,6 +161,15 @@ AGIBOT_GRIPPERS = [
     for i in (0, 1)
 ]
 DROID_TURN = ((0, -1, 0), (1, 0, 0), (0, 0, 1))
+BRIDGE_TURN = ((0, -1, 0), (-1, 0, 0), (0, 0, -1))
+FRACTAL_TURN = (
+    (0.0008686425, 0.9999897671, 0.0044397163),
+    (-0.9999987346, 0.0008745501, -0.0013288658),
+    (-0.0013327349, -0.0044385564, 0.9999892615),
+)
+FRACTAL_SHIFT = (-0.0050618476, -0.0016717725, -0.1635144743)
+UMI_POSE = "observation.state.right_main_camera_trajectory_xyz_wxyz"
+NO_TURN = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 PRESETS: Mapping[str, Sequence[Sequence[SpacePart]]] = {
     "droid": [
         # nvidia/Cosmos3-DROID, in which 1 is a closed gripper
@@ -172,55 +179,17 @@ PRESETS: Mapping[str, Sequence[Sequence[SpacePart]]] = {
         ],
         [PoseMotion("observation.state", slice(0, 6), "euler_xyz", DROID_TURN), GRIPPER],
     ],
-    "bridge": [
-        [
-            PoseMotion(
-                "observation.state",
-                slice(0, 6),
-                "euler_xyz",
-                ((0, -1, 0), (-1, 0, 0), (0, 0, -1)),
-                (0, 0, 0.093575),
-            ),
-            GRIPPER,
-        ]
-    ],
-    "fractal": [
-        [
-            PoseMotion(
-                "observation.state",
-                slice(0, 7),
-                "quat_xyzw",
-                (
-                    (0.0008686425, 0.9999897671, 0.0044397163),
-                    (-0.9999987346, 0.0008745501, -0.0013288658),
-                    (-0.0013327349, -0.0044385564, 0.9999892615),
-                ),
-                (-0.0050618476, -0.0016717725, -0.1635144743),
-            ),
-            GRIPPER,
-        ]
-    ],
-    "libero": [[LIBERO_MOTION, GRIPPER]],
+    "bridge": [[PoseMotion("observation.state", slice(0, 6), "euler_xyz", BRIDGE_TURN, (0, 0, 0.093575)), GRIPPER]],
+    "fractal": [[PoseMotion("observation.state", slice(0, 7), "quat_xyzw", FRACTAL_TURN, FRACTAL_SHIFT), GRIPPER]],
+    "libero": [[StoredMotion("action"), GRIPPER]],
     "umi": [
         [
-            PoseMotion(
-                "observation.state.right_main_camera_trajectory_xyz_wxyz",
-                slice(0, 7),
-                "quat_wxyz",
-                ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-                (0, 0.086, 0.09),
-            ),
+            PoseMotion(UMI_POSE, slice(0, 7), "quat_wxyz", NO_TURN, (0, 0.086, 0.09)),
             StoredValues("observation.state.right_gripper_width_m", slice(0, 1), is_next=True),
         ]
     ],
     "agibot": [
-        [
-            AgibotMotion("head"),
-            AgibotMotion("right"),
-            AGIBOT_GRIPPERS[1],
-            AgibotMotion("left"),
-            AGIBOT_GRIPPERS[0],
-        ]
+        [AgibotMotion("head"), AgibotMotion("right"), AGIBOT_GRIPPERS[1], AgibotMotion("left"), AGIBOT_GRIPPERS[0]]
     ],
 }
 """{preset: lists of parts}. A data set uses the first list for which it has all features."""

@@ -22,15 +22,7 @@ from wfm_ds.data.media_inputs import (
     single_files,
     suggest_columns,
 )
-from wfm_ds.data.samples import (
-    MEDIA_SUFFIXES,
-    LocalFile,
-    Media,
-    Sample,
-    SampleSet,
-    is_encodable,
-    to_printable,
-)
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, is_encodable, to_printable
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import open_regular, read_regular

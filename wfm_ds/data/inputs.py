@@ -233,10 +233,7 @@ class InputReader:
 
 
 def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Return the first frame of the clip that `load_pixels` would decode: float32 [H,W,3], from 0 to 255.
-
-    Raises BadMedia.
-    """
+    """Return the first frame of the clip that `load_pixels` decodes: float32 [H,W,3], 0 to 255. Raises BadMedia."""
     single = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
     pixels = load_pixels(media, single, draw).astype(np.float32)
     return pixels if pixels.ndim == 3 else pixels[0]
@@ -281,8 +278,7 @@ def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
     """Convert intrinsics [frames, 4] from pixels of the file to pixels of the cropped and resized frames."""
-    height, width = media_size(media)
-    box = crop_box((height, width), framing, framing.crop_position(draw))
+    box = crop_box(media_size(media), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 

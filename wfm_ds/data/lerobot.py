@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.episode import EpisodeVideo
-from wfm_ds.data.lerobot_files import download_files, download_metadata
 from wfm_ds.data.lerobot_info import (
     Episode,
     LeRobotInfo,
+    download_files,
+    download_metadata,
     find_roots,
     is_depth,
     read_episodes,

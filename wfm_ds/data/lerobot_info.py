@@ -1,4 +1,7 @@
-"""Metadata of LeRobot datasets, versions 2.0, 2.1 and 3.0: cameras, features, and the files of each episode."""
+"""Metadata of LeRobot datasets, versions 2.0, 2.1 and 3.0, local, on S3 or on the Hugging Face Hub.
+
+The metadata lists the cameras, the features, and the files of each episode.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from wfm_ds.storage.filesystem import (
     LFS_ADVICE,
     LFS_SIGN,
     convert_storage_errors,
+    is_repo_id,
     open_filesystem,
     shorten_error,
     shorten_path,
@@ -30,6 +34,7 @@ from wfm_ds.storage.json_lines import split_lines
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features without robot data
+META_FILES = ("meta/*", "*/meta/*")
 DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)  # of damaged metadata
 
 
@@ -80,6 +85,36 @@ class Episode:
     rows: EpisodeRows
     cameras: Mapping[str, CameraSpan]
     num_missing: int = 0  # frames that its shortest video lacks, according to the metadata of version 3
+
+
+def download_metadata(path: str, revision: str | None = None) -> str:
+    """Download the metadata of a dataset on the Hub and return its local folder.
+
+    A path that is not a Hub repository is returned unchanged. Raises DataError if the download fails.
+    """
+    return download_files(path, revision, META_FILES) if is_repo_id(path) else path
+
+
+def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:
+    """Download the files of a Hub dataset that match one of the patterns, unless they are in the Hub cache.
+
+    Returns the snapshot folder in the Hub cache. Its name is the commit. Raises DataError if the download fails.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=list(patterns),
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+    except (OSError, ValueError, RuntimeError, errors.HTTPError) as error:  # type: ignore[attr-defined]
+        raise DataError(
+            f"{repo} is neither a folder nor a dataset that can be downloaded from the Hub ({shorten_error(error)}). "
+            f"On a machine with network access: hf download --repo-type dataset {repo}"
+        ) from error
 
 
 def is_depth(feature: Mapping[str, Any]) -> bool:

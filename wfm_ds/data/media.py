@@ -63,10 +63,7 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def media_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an image or video after the rotation that the file specifies.
-
-    Raises BadMedia if the file is unusable.
-    """
+    """Return (height, width) of an image or video after the rotation that the file specifies. Raises BadMedia."""
     return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)
 
 
@@ -153,10 +150,7 @@ def read_images(
 
 
 def read_camera(
-    media: EpisodeVideo,
-    camera: CameraSpan,
-    chosen: Sequence[int],
-    store: Callable[[Sequence[int], VideoFrame], None],
+    media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], store: Callable[[Sequence[int], VideoFrame], None]
 ) -> None:
     """Call store(places, frame) of one camera for the frames nearest to the frame indices `chosen[place]`.
 
@@ -179,19 +173,13 @@ def read_camera(
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return (frame indices of the clip, number of frames in the video) without decoding frames.
-
-    Raises BadMedia if the video is unusable.
-    """
+    """Return (frame indices of the clip, number of frames in the video) without decoding frames. Raises BadMedia."""
     seconds = frame_seconds(media)
     return list(choose_frames(media, seconds, framing, draw)), len(seconds)
 
 
 def frame_seconds(media: Media) -> npt.NDArray[np.float64]:
-    """Return the time of each frame of a video in seconds, without decoding frames.
-
-    Raises BadMedia if the video is unusable.
-    """
+    """Return the time of each frame of a video in seconds, without decoding frames. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
         return media.seconds
     with open_video(media) as container:
@@ -201,10 +189,7 @@ def frame_seconds(media: Media) -> npt.NDArray[np.float64]:
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of a video after the rotation that the file specifies. Decodes the first frame.
-
-    Raises BadMedia if the file is unusable.
-    """
+    """Return (height, width) of a video as shown, after its rotation. Decodes the first frame. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
         (first,) = read_images(media, media.views[0][0], [0])
         return picture_size([len(row) for row in media.views], (first.height, first.width))
@@ -237,10 +222,7 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return (times of all frames, times to seek to), both ascending, in units of the stream's time base.
-
-    No frames are decoded.
-    """
+    """Return (times of all frames, times to seek to), both ascending, in units of the time base, without decoding."""
     if (times := read_index(container, stream)) is not None:
         return times, times
     is_keyframe = {p.pts: p.is_keyframe for p in container.demux(stream) if p.pts is not None and not p.is_discard}
@@ -313,9 +295,14 @@ def read_frames(
     BadMedia if no frame is within `tolerance` of a wanted time, or if a frame exceeds Pillow's size limit.
     """
     distances: dict[int, int] = {}
+    stream = container.streams.video[0]
     for start in starts:
         missing = {place: time for place, time in enumerate(wanted) if place not in distances}
-        for frame_time, frame in decode_frames(container, start, max(missing.values(), default=start) + tolerance):
+        last = max(missing.values(), default=start) + tolerance
+        container.seek(start, stream=stream)
+        for frame in container.decode(stream):
+            if (frame_time := frame.pts) is None:
+                continue
             near = {place: abs(time - frame_time) for place, time in missing.items()}
             near = {p: d for p, d in near.items() if d <= min(tolerance, distances.get(p, tolerance + 1) - 1)}
             if near:
@@ -324,18 +311,9 @@ def read_frames(
                     raise BadMedia("decode", media.name, f"frames of {size} pixels exceed the size limit")
                 distances |= near
                 yield list(near), frame
+            if frame_time >= last:
+                break
         if len(distances) == len(wanted):
             return
     num_missing = len({time for place, time in enumerate(wanted) if place not in distances})
     raise BadMedia("decode", media.name, f"{num_missing} of {len(set(wanted))} frames cannot be decoded")
-
-
-def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[tuple[int, VideoFrame]]:
-    stream = container.streams.video[0]
-    container.seek(start, stream=stream)
-    for frame in container.decode(stream):
-        if frame.pts is None:
-            continue
-        yield frame.pts, frame
-        if frame.pts >= last:
-            return

@@ -96,6 +96,12 @@ def is_lfs_pointer(media: Media) -> bool:
         return False
 
 
+def decode_image(media: Media) -> Image.Image:
+    """Decode an image as RGB, upright. Raises BadMedia with reason `decode`."""
+    with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
+        return to_rgb(ImageOps.exif_transpose(image))
+
+
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode an image to uint8 RGB [height, width, 3], in the size of the framing.
 
@@ -106,17 +112,13 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
     Raises BadMedia with reason `too_small` if the image must be enlarged by more than max_upscale. Raises BadMedia with
     reason `decode` if the file is missing, damaged, above Pillow's size limit, or not JPEG, PNG or WebP.
     """
-    with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
-        rgb = to_rgb(ImageOps.exif_transpose(image))
+    rgb = decode_image(media)
     check_size(media, framing, rgb.height, rgb.width)
     return np.array(crop_to_cover(rgb, framing, framing.crop_position(draw)))
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an image after the rotation that the file specifies. Reads only the file header.
-
-    Raises BadMedia if the file is unusable.
-    """
+    """Return (height, width) of an image as shown, after its rotation. Reads only the file header. Raises BadMedia."""
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS

@@ -92,14 +92,10 @@ PROMPT_SOURCES = {
 """{data.name: published prompt set}."""
 
 
-def missing_files(name: str, folder: Path) -> list[PromptFile]:
-    return [file for file in PROMPT_SOURCES[name].files if not (folder / file.name).is_file()]
-
-
 def missing_bytes(name: str, folder: Path) -> int:
     """Ask the server for the total size of a prompt set's missing files, in bytes. Raises DataError."""
     total = 0
-    for file in missing_files(name, folder):
+    for file in (file for file in PROMPT_SOURCES[name].files if not (folder / file.name).is_file()):
         request = urllib.request.Request(file_url(PROMPT_SOURCES[name], file), method="HEAD")
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

@@ -33,15 +33,6 @@ log = logging.getLogger(__name__)
 NUM_SHOWN = 3  # bad rows shown in a message
 
 
-@dataclass(frozen=True, slots=True)
-class Annotations:
-    """The valid conversations of annotation files, and the errors of all invalid rows."""
-
-    conversations: list[Conversation]
-    bad: list[BadConversation]
-    digest: str  # hash of the files
-
-
 @dataclass(frozen=True)
 class SizedConversations:
     """Conversations that fit into a packed sequence, with their token counts."""
@@ -68,8 +59,11 @@ class LanguageData:
         return frozenset(item.kind for conversation in conversations for item in conversation.media)
 
 
-def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
-    """Parse all rows of the annotation files. Raises DataError if a file cannot be read or if there are no rows."""
+def read_annotations(recipe: Recipe, paths: Sequence[str]) -> tuple[list[Conversation], list[BadConversation], str]:
+    """Return the valid conversations of annotation files, the errors of all invalid rows, and a hash of the files.
+
+    Raises DataError if a file cannot be read or if there are no rows.
+    """
     root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     files = annotation_files(paths)
@@ -90,7 +84,7 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
                         bad.append(error)
     if not conversations and not bad:
         raise DataError(f"{', '.join(paths)}: no rows")
-    return Annotations(conversations, bad, digest.hexdigest())
+    return conversations, bad, digest.hexdigest()
 
 
 def common_folder(files: Sequence[str]) -> str:
@@ -107,9 +101,9 @@ def load_paths(recipe: Recipe, reader: ConversationReader, world: World, paths: 
 
     All ranks must call this. Raises DataError on all ranks if too many rows are bad.
     """
-    annotations: Annotations = world.run_checked(lambda: read_annotations(recipe, paths))
-    count, data = len(annotations.conversations), recipe.data
-    cache = None if data.cache_dir is None else SizeCache(data.cache_dir, reader.cache_key(recipe, annotations.digest))
+    conversations, errors, digest = world.run_checked(lambda: read_annotations(recipe, paths))
+    count, data = len(conversations), recipe.data
+    cache = None if data.cache_dir is None else SizeCache(data.cache_dir, reader.cache_key(recipe, digest))
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
 
     def measure_one(index: int) -> Sequence[Any]:
@@ -117,7 +111,7 @@ def load_paths(recipe: Recipe, reader: ConversationReader, world: World, paths: 
         if cached_sizes[index] != UNKNOWN_SIZE:
             return cached_sizes[index]
         try:
-            return reader.measure(annotations.conversations[index])
+            return reader.measure(conversations[index])
         except BadConversation as error:
             return error.reason, str(error)
 
@@ -132,14 +126,14 @@ def load_paths(recipe: Recipe, reader: ConversationReader, world: World, paths: 
     parts = world.gather(world.run_checked(measure_shard))
     results = [parts[i % world.size][i // world.size] for i in range(count)]
     sizes = [ConversationSize(*result) if len(result) == len(UNKNOWN_SIZE) else UNKNOWN_SIZE for result in results]
-    bad = [(error.reason, str(error)) for error in annotations.bad]
+    bad = [(error.reason, str(error)) for error in errors]
     bad += [(result[0], result[1]) for result in results if len(result) != len(UNKNOWN_SIZE)]
     if cache is not None and world.is_main and sizes != cached_sizes:
         cache.write(sizes)
     good = [i for i, size in enumerate(sizes) if size != UNKNOWN_SIZE]
     _check_bad_rows(bad, len(good), data.max_bad_fraction, ", ".join(paths))
     counts = {reason: sum(row_reason == reason for row_reason, _ in bad) for reason in REASONS}
-    training = SizedConversations([annotations.conversations[i] for i in good], [sizes[i] for i in good])
+    training = SizedConversations([conversations[i] for i in good], [sizes[i] for i in good])
     return LanguageData(training, SizedConversations([], []), counts)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from av.container import InputContainer
+from PIL import Image
 
 from wfm_ds.data.frame_conversion import frame_to_rgb
 from wfm_ds.data.media import open_video, read_frames, read_timestamps, video_size
-from wfm_ds.data.pixels import FORMATS, BadMedia, convert_decode_errors, image_size
-from wfm_ds.data.pixels import to_rgb as image_to_rgb
+from wfm_ds.data.pixels import BadMedia, decode_image, image_size
 from wfm_ds.data.samples import Media, media_from_path
 from wfm_ds.language.annotations import MediaKind, MediaReference
 from wfm_ds.recipe.data import DataRecipe
@@ -61,7 +61,8 @@ class MediaReader:
         file = media_from_path(item.address)
         if item.kind == "image":
             return MediaSize("image", self._count_tokens(file, *image_size(file), self._pixels.max))
-        _, seconds = self._select_frames(file)
+        with open_video(file) as container:
+            *_, seconds = self._select_frames(file, container)
         tokens = self._count_tokens(file, *video_size(file), self._frame_pixels(len(seconds)))
         midpoints = tuple(float(pair[[0, -1]].mean()) for pair in np.array(seconds).reshape(-1, self.times))
         span = seconds[-1] - seconds[0]
@@ -71,37 +72,34 @@ class MediaReader:
     def read(self, item: MediaReference) -> MediaPatches:
         file = media_from_path(item.address)
         if item.kind == "image":
-            with (
-                convert_decode_errors(file),
-                file.open() as opened_file,
-                Image.open(opened_file, formats=FORMATS) as image,
-            ):
-                return self._make_patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
-        indices, _ = self._select_frames(file)
-        return self._make_patches(file, self._decode_frames(file, indices), self._frame_pixels(len(indices)))
+            return self._make_patches(file, [decode_image(file)], self._pixels.max)
+        frames: dict[int, Image.Image] = {}
+        with open_video(file) as container:
+            wanted, first, _ = self._select_frames(file, container)
+            for places, frame in read_frames(file, container, wanted, (first,)):
+                frames |= dict.fromkeys(places, frame_to_rgb(frame))
+        images = [frames[i] for i in range(len(wanted))]
+        return self._make_patches(file, images, self._frame_pixels(len(wanted)))
 
     def blank(self, kind: MediaKind) -> MediaPatches:
         """Return the patches of the smallest blank image or video, which is one token in the decoder."""
         size = 3 * self.times * self.patch**2
         return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 
-    def _size_limits(self, most: int) -> dict[str, int]:
-        return {"shortest_edge": min(self._pixels.min, most), "longest_edge": most}
-
     def _frame_pixels(self, num_frames: int) -> int:
         return max((self.patch * self.merge) ** 2, min(self._pixels.max, self._total // num_frames))
 
     def _count_tokens(self, file: Media, height: int, width: int, most: int) -> int:
-        size = self._size_limits(most)
-        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        limits = {"min_pixels": min(self._pixels.min, most), "max_pixels": most}
         try:
             return int(self.processor.get_number_of_image_patches(height, width, limits)) // self.merge**2
         except ValueError as error:  # extreme aspect ratio
             raise BadMedia("decode", file.name, str(error)) from error
 
     def _make_patches(self, file: Media, images: Sequence[Image.Image], most: int) -> MediaPatches:
+        size = {"shortest_edge": min(self._pixels.min, most), "longest_edge": most}
         try:
-            features = self.processor(images=list(images), size=self._size_limits(most), return_tensors="np")
+            features = self.processor(images=list(images), size=size, return_tensors="np")
         except ValueError as error:
             raise BadMedia("decode", file.name, str(error)) from error
         patches, (_, height, width) = features["pixel_values"], map(int, features["image_grid_thw"][0])
@@ -115,26 +113,18 @@ class MediaReader:
             np.ascontiguousarray(pairs, np.float32).reshape(num_times * height * width, -1), (num_times, height, width)
         )
 
-    def _select_frames(self, file: Media) -> tuple[list[int], list[float]]:
-        """Return the ascending indices of the selected frames, and their times in seconds."""
-        with open_video(file) as container:
-            stream = container.streams.video[0]
-            times, _ = read_timestamps(container, stream)
-            if not times:
-                raise BadMedia("decode", file.name, "no frame can be decoded")
-            seconds = (np.array(times) - times[0]) * float(stream.time_base or 1)
+    def _select_frames(self, file: Media, container: InputContainer) -> tuple[list[int], int, list[float]]:
+        """Return (times of the selected frames, time of the first frame, seconds of the selected frames), ascending.
+
+        Times are in units of the stream's time base. Seconds count from the first frame.
+        """
+        stream = container.streams.video[0]
+        times, _ = read_timestamps(container, stream)
+        if not times:
+            raise BadMedia("decode", file.name, "no frame can be decoded")
+        seconds = (np.array(times) - times[0]) * float(stream.time_base or 1)
         length = float(seconds[-1]) * len(times) / max(1, len(times) - 1)  # includes the duration of the last frame
         wanted = min(max(int(length * self._video.fps), MIN_FRAMES), self._video.max_frames, len(times))
         count = max(self.times, wanted - wanted % self.times)
         indices = np.linspace(0, len(times) - 1, count).round().astype(int)
-        return indices.tolist(), seconds[indices].tolist()
-
-    def _decode_frames(self, file: Media, indices: Sequence[int]) -> list[Image.Image]:
-        with open_video(file) as container:
-            stream = container.streams.video[0]
-            times, _ = read_timestamps(container, stream)
-            wanted = [times[i] for i in indices]
-            frames: dict[int, Image.Image] = {}
-            for places, frame in read_frames(file, container, wanted, (times[0],)):
-                frames |= dict.fromkeys(places, frame_to_rgb(frame))
-        return [frames[i] for i in range(len(wanted))]
+        return [times[i] for i in indices], times[0], seconds[indices].tolist()

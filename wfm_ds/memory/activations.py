@@ -150,9 +150,7 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak bytes while the VAE decodes latents of shape [batch, *shape], without the safety checker on the
-    CPU.
-    """
+    """Return the peak bytes while the VAE decodes latents [batch, *shape], without the safety checker on the CPU."""
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
 

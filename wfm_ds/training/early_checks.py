@@ -13,8 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from wfm_ds.data.captioned_folder import require_media_folder
 from wfm_ds.data.datasets import choose_held_out_source
 from wfm_ds.data.folder_layout import detect_layout
-from wfm_ds.data.lerobot_files import download_metadata
-from wfm_ds.data.lerobot_info import find_roots
+from wfm_ds.data.lerobot_info import download_metadata, find_roots
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.distributed.accelerator import is_accelerator_present
 from wfm_ds.engine.optional_packages import require_packages
