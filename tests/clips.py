@@ -1,5 +1,6 @@
 """Test videos, written with PyAV. Frame i has the red value `level(i)`, so a decoded frame reveals its index."""
 
+import struct
 from fractions import Fraction
 
 import av
@@ -44,4 +45,18 @@ def write_clip(
                 frame.pts, frame.time_base = times[i], Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    return path
+
+
+ONE = 1 << 16
+MATRICES = {90: (0, ONE, 0, -ONE, 0), 180: (-ONE, 0, 0, 0, -ONE), 270: (0, -ONE, 0, ONE, 0)}
+
+
+def turn_clip(path, degrees):
+    """Write a display matrix to an MP4 file, so that players rotate the video clockwise."""
+    content = bytearray(path.read_bytes())
+    start = content.index(b"tkhd") + 4 + 4 + 20 + 8 + 8  # version, times and ids, reserved, layer and volume
+    assert struct.unpack(">i", content[start : start + 4]) == (ONE,)
+    content[start : start + 20] = struct.pack(">5i", *MATRICES[degrees])
+    path.write_bytes(content)
     return path

@@ -5,8 +5,6 @@ import json
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from each_case import check_each
 from wfm_ds.cli.captions import main, read_caption_table
@@ -123,10 +121,3 @@ def test_a_folder_without_media_is_refused(tmp_path, capsys):
     for path, complaint in ((tmp_path, "no images or videos"), (tmp_path / "none", "is not a folder")):
         assert main([str(path), "--prompt", "x"]) == 2
         assert complaint in capsys.readouterr().err
-
-
-@given(prompt=st.text(min_size=1).filter(str.strip), shot=st.text())
-def test_any_text_survives_a_table(tmp_path_factory, prompt, shot):
-    table = tmp_path_factory.getbasetemp() / "t.jsonl"
-    table.write_text(json.dumps({"file": "a", "prompt": prompt, "shot": shot}) + "\n")
-    assert read_caption_table(table) == {"a": {"prompt": prompt, "shot": shot}}

@@ -142,16 +142,3 @@ def test_a_missing_control_and_a_target_that_is_its_own_control_are_refused(tmp_
     (own / "a.json").write_text(json.dumps({"prompt": "noise", "control": "./a.mp4"}))
     with pytest.raises(DataError, match="an input image or video is the target itself, so the model would learn"):
         scan(own)
-
-
-def test_recipes_that_cannot_have_control_videos_are_refused():
-    for keys, message in (
-        ({"kind": "lerobot"}, "inputs is for kind paired, folder, webdataset, pairs or sets, not lerobot"),
-        ({"kind": "paired", "source_size": "stock"}, "source_size"),
-        (
-            {"kind": "paired", "input_folders": {"control_mask": "masks"}},
-            "input_folders has control_mask, which is not",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DataRecipe(path="data", inputs=["control"], **keys)

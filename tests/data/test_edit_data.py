@@ -91,21 +91,6 @@ def test_the_images_of_a_sample_are_found_in_every_layout_of_files(tmp_path, lay
     assert found.bad == {}
 
 
-def test_control_videos_are_found_like_images(tmp_path):
-    row = {"prompt": "x", "video_path": "a.mp4", "control": "c/a.webm"}
-    layouts = {
-        "table": {"metadata.jsonl": jsonl(row), "c/a.webm": None},
-        "captions": {"a.txt": "x", "a.control.webm": None},
-    }
-    for name, files in layouts.items():
-        folder = put(tmp_path / name, files | {"a.mp4": None})
-        for target in (True, False):
-            (sample,) = scan(folder, inputs=["control"], target=target).samples
-            control = next(folder.rglob("*.webm"))
-            assert sample.images["control"].path == control
-            assert sample.media.path == (folder / "a.mp4" if target else control)
-
-
 def test_input_files_that_the_recipe_does_not_name_are_no_samples(tmp_path):
     names = ["source", "mask", "control", "control_mask"]
     files = {f"{i}.{name}.png": None for i in range(3) for name in names} | {f"{i}.png": None for i in range(3)}

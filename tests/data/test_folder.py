@@ -7,14 +7,13 @@ import sys
 import pytest
 
 from each_case import check_each
-from folders import put, sft_recipe, write_tar
+from folders import put, sft_recipe
 from wfm_ds.cli.captions import main as write_captions
 from wfm_ds.cli.data import main as show
-from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
-from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
@@ -111,15 +110,6 @@ def test_media_without_captions_get_the_prompt_of_the_recipe(tmp_path):
     assert captions(found) == {"a": ("a photo of sks dog", {}), "b": ("its own", {})}
     assert found.notes == ["1 files without a caption use data.prompt"]
     assert list(found.bad) == ["no_prompt"]
-
-
-def test_cosmos_folders_and_shards_are_read_as_by_their_own_kinds(tmp_path):
-    cosmos = put(tmp_path / "cosmos", {"metas/a.txt": "one\ntwo", "videos/a.mp4": None})
-    assert scan(cosmos).samples == CosmosFolder(cosmos, max_bad_fraction=0).samples
-    write_tar(tmp_path / "shards" / "000.tar", [("a.png", b""), ("a.txt", b"a")])
-    of_kind = TarShards([str(tmp_path / "shards" / "*.tar")], cache_dir=None, max_bad_fraction=0)
-    assert scan(tmp_path / "shards").samples == of_kind.samples
-    assert [sample.id for sample in of_kind.samples] == ["shards/000/a"]
 
 
 TABLES = {
@@ -326,19 +316,3 @@ def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
     data = load_data(sft_recipe(settings(folder, prompt=" a ").model_dump(), holdout=0.0))
     assert [prompt.text for prompt in data.validation_prompts] == [" a ".strip(), "b"]
     assert "1 files without a caption use data.prompt" in caplog.text
-
-
-@check_each(
-    ("data", "complaint"),
-    [
-        ({"kind": "paired", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder or lerobot; remove it"),
-        ({"kind": "cosmos", "path": "x", "caption_column": "p"}, "caption_column: only read with kind: folder or hf"),
-        ({"kind": "webdataset", "path": "x", "image_column": "p"}, "image_column: only read with kind: folder or hf"),
-        ({"kind": "hf", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder"),
-        ({"kind": "folder", "path": "x", "prompt": " "}, "prompt is blank"),
-        ({"kind": "folder", "path": "s3://x/y"}, "kind folder reads one local folder"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(data, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        DataRecipe(**data)

@@ -3,7 +3,6 @@ crop or convert exactly."""
 
 import dataclasses
 import itertools
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clips import write_clip
+from clips import MATRICES, turn_clip, write_clip
 from each_case import check_each
 from wfm_ds.data.frame_conversion import HD_HEIGHT, FrameFitter, rotate_box
 from wfm_ds.data.media import load_clip
@@ -172,19 +171,10 @@ def test_boxes_of_rotated_frames_contain_the_same_pixels():
         assert (np.rot90(stored[top:bottom, left:right], turns) == upright[2:5, 1:4]).all()
 
 
-# Display matrices in an MP4 file: rotated clockwise by 90, 180 and 270 degrees.
-ONE = 1 << 16
-MATRICES = {90: (0, ONE, 0, -ONE, 0), 180: (-ONE, 0, 0, 0, -ONE), 270: (0, -ONE, 0, ONE, 0)}
-
-
 @check_each("degrees", MATRICES)
 def test_rotated_videos_are_upright(tmp_path, degrees):
     noise = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 1), np.uint8).repeat(8, 1).repeat(8, 2).repeat(3, 3)
-    path = write_clip(tmp_path / "a.mp4", size=(128, 192), pictures=noise, crf="1")
-    content = bytearray(path.read_bytes())
-    start = content.index(b"tkhd") + 4 + 4 + 20 + 8 + 8  # version, times and ids, reserved, layer and volume
-    content[start : start + 20] = struct.pack(">5i", *MATRICES[degrees])
-    path.write_bytes(content)
+    path = turn_clip(write_clip(tmp_path / "a.mp4", size=(128, 192), pictures=noise, crf="1"), degrees)
     draw = {"clip": 0.0, "crop_x": 0.25, "crop_y": 0.75}.__getitem__
     settings = framing(48, 48, num_frames=3, crop="random")
     both = [

@@ -274,6 +274,9 @@ def test_scales(tmp_path):
     assert load_scaling(ActionsRecipe()) is None
 
 
+LEROBOT = r"is a LeRobot file\. .* not computed over all rows\. Set stats: data"
+
+
 @check_each(
     ("stats", "normalize", "says"),
     [
@@ -283,6 +286,7 @@ def test_scales(tmp_path):
         ({"mean": [1, 2], "std": [1, math.nan]}, "meanstd", "has NaN or infinite numbers"),
         ({"mean": [1, 2], "std": [1, -2]}, "meanstd", "std in .*s.json is negative at index 1"),
         ({"q01": [5, 0], "q99": [4, 1]}, "quantile", "q01 in .*s.json exceeds q99 at index 0"),
+        *(({"action": {"mean": [0], "q01": [-1], "q99": [1]}}, kind, LEROBOT) for kind in ("quantile", "meanstd")),
     ],
 )
 def test_stats_that_cannot_be_used_are_refused(tmp_path, stats, normalize, says):

@@ -220,5 +220,3 @@ def test_spaces_and_domains_of_recipes(tmp_path):
     keys = mixture(tmp_path, {"path": "a"}, {"path": "b", "kind": "paired", "views": None}, inputs=["actions"])
     parts = DataRecipe(**keys, actions={"space": "droid", "width": 10}).set_recipes()
     assert [(part.actions.space, part.actions.width) for part, _ in parts.values()] == [("droid", 10), (None, 10)]
-    with pytest.raises(ValidationError, match=r"episodes of kind lerobot have no domain: set data.domain"):
-        DataRecipe(kind="lerobot", path="a", inputs=["actions", "domain"])

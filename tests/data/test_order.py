@@ -15,11 +15,13 @@ from PIL import Image
 from clips import index_of, write_clip
 from wfm_ds.data import batch_reader
 from wfm_ds.data.batch_reader import MAX_SUBSTITUTES, candidate_offsets
+from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.order import BatchSource, sample_index
 from wfm_ds.data.pixels import BAD_MEDIA_REASONS, Framing
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
+from wfm_ds.seeds import derive_seed
 
 
 @given(num_samples=st.integers(1, 50), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
@@ -94,7 +96,9 @@ def source():
 
 
 def shown(images):
-    return [(im.sample_id, im.epoch, im.position, im.prompt.text, int(im.pixels[0, 0, 0])) for im in images]
+    return [
+        (im.sample_id, im.epoch, im.position, im.prompt.text, im.pixels.shape, int(im.pixels[0, 0, 0])) for im in images
+    ]
 
 
 def test_a_batch_is_its_positions_in_order(folder, source):
@@ -108,16 +112,70 @@ def test_a_batch_is_its_positions_in_order(folder, source):
         assert (image.pixels == index).all()
 
 
+SIZE_OF = [(8, 8), (8, 16), (16, 8)]
+
+
+@pytest.fixture
+def mixed(tmp_path, source):
+    """Write 25 images in three shapes; image i has gray level i. Return a factory of sources, and the buckets."""
+    buckets = [derive_seed(0, "shape", i) % 3 for i in range(25)]
+    for i, bucket in enumerate(buckets):
+        height, width = SIZE_OF[bucket]
+        Image.new("RGB", (3 * width, 3 * height), (i, i, i)).save(tmp_path / f"{i:02}.png")
+        (tmp_path / f"{i:02}.json").write_text(json.dumps({"prompt": f"grey {i}"}))
+
+    def make(**settings):
+        samples, framings = CaptionedFolder(tmp_path, max_bad_fraction=0.0).samples, Buckets(SQUARE, SIZE_OF)
+        chosen = [framings.choose_bucket(sample.media) for sample in samples]
+        defaults = {"max_bad_fraction": 0.5, "framings": framings.framings, "buckets": chosen, "unit": 3}
+        return source(samples, **defaults | settings)
+
+    return make, buckets, tmp_path
+
+
 @pytest.mark.parametrize("broken", [(), (4, 5, 11)])
-@pytest.mark.parametrize("world_size", [2, 3, 12])
-def test_any_world_size_trains_the_same_global_batch(folder, source, world_size, broken):
-    samples = folder(20, broken)
-    one = source(samples, max_bad_fraction=0.5)
-    ranks = [source(samples, max_bad_fraction=0.5, workers=1) for _ in range(world_size)]
-    for step in (1, 2, 3, 7, 2):
-        parts = [shown(ranks[r].read_batch(step, r, world_size)) for r in range(world_size)]
-        assert len({len(part) for part in parts}) == 1
-        assert list(itertools.chain(*parts)) == shown(one.read_batch(step, 0, 1))
+def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed, broken):
+    source, buckets, folder = mixed
+    steady = source()
+    for i in broken:
+        path = folder / f"{i:02}.png"
+        path.write_bytes(path.read_bytes()[:42])  # the header is intact, the pixels are truncated
+    assert source().order.buckets.tolist() == buckets == steady.order.buckets.tolist()
+    ranks = {world: [source(workers=1 + rank % 2) for rank in range(world)] for world in (2, 4)}
+    for step in (1, 2, 3, 9, 2):
+        images = steady.read_batch(step, 0, 1)
+        for k in range(0, 12, 3):
+            assert len({im.pixels.shape for im in images[k : k + 3]}) == 1
+        for im in images:
+            height, width, _ = im.pixels.shape
+            assert SIZE_OF[buckets[int(im.sample_id)]] == (height, width) == (im.framing.height, im.framing.width)
+            assert (im.pixels == int(im.sample_id)).all()
+            assert int(im.sample_id) not in broken
+        for world, of_ranks in ranks.items():
+            parts = [shown(of_ranks[rank].read_batch(step, rank, world)) for rank in range(world)]
+            assert list(itertools.chain(*parts)) == shown(images)
+        assert shown(source().read_batch(step, 0, 1)) == shown(images)  # as after a resume at this step
+    assert bool(steady.bad["decode"]) == bool(broken)
+
+
+def test_units_must_fill_a_global_batch(mixed):
+    source, _, _ = mixed
+    with pytest.raises(ValueError, match="a global batch of 12 samples cannot be split into units of 5"):
+        source(unit=5)
+
+
+def test_cached_latents_are_selected_by_size(mixed):
+    source, buckets, _ = mixed
+    asked = []
+
+    def cached(media, framing):
+        asked.append((int(media.path.stem), (framing.height, framing.width)))
+        return np.zeros(1)
+
+    images = source(cached_latents=cached).read_batch(1, 0, 1)
+    assert {im.pixels for im in images} == {None}
+    assert len(asked) >= 12
+    assert all(size == SIZE_OF[buckets[index]] for index, size in asked)
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +231,6 @@ def test_a_broken_substitute_is_replaced_by_the_next(folder, source):
     batches = source(folder(20, broken=[4, 14, 15]), global_batch=5, shuffle=False, max_bad_fraction=0.5)
     assert batches.read_batch(1, 0, 1)[4].sample_id == "016"
     assert batches.bad == {"decode": 3}
-
-
-def test_images_too_small_for_the_run_are_counted_apart(folder, source):
-    samples = folder(20)
-    Image.new("RGB", (4, 4)).save(samples[0].media.path)
-    batches = source(samples, shuffle=False, framings=[Framing(height=9, width=9)])
-    assert batches.read_batch(1, 0, 1)[0].sample_id == "010"
-    assert batches.bad == {"too_small": 1}
 
 
 def test_more_bad_files_than_allowed_stop_the_run(folder, source):

@@ -13,7 +13,6 @@ from wfm_ds.data.sample_sets import build_sample_set
 from wfm_ds.demos.digits_data import sft_split, write_digits
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.data import DataRecipe
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -221,8 +220,3 @@ def test_an_own_kind_of_the_other_sort_is_refused(tmp_path, monkeypatch, root, n
     with pytest.raises(DataError, match=r"mine: this algorithm needs 0 to be (a pair|a single image or video)"):
         load_data(recipe)
     assert build_sample_set(recipe.data, ["x"]).samples
-
-
-def test_kinds_of_one_folder_take_no_list():
-    with pytest.raises(ValueError, match="lists and URLs are for webdataset and pairs"):
-        DataRecipe(kind="paired", path=["a", "b"])

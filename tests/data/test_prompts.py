@@ -34,12 +34,6 @@ def test_a_text_set_is_a_prompt_a_line(tmp_path, name):
     ]
 
 
-def test_a_pipe_as_a_prompt_file_is_a_one_line_error(tmp_path):
-    os.mkfifo(tmp_path / "train.txt")
-    with pytest.raises(DataError, match=r"train\.txt cannot be read: is not a regular file"):
-        load_prompt_file(tmp_path / "train.txt")
-
-
 def test_a_file_name_that_is_no_text_gives_ids_that_are(tmp_path):
     path = written(tmp_path / os.fsdecode(b"caf\xe9.txt"), "a cat")
     assert [prompt.id for prompt in load_prompt_file(path)] == ["caf\\udce9/1"]
@@ -156,6 +150,9 @@ def test_a_prompt_file_must_exist_and_be_of_a_known_kind(tmp_path):
         load_prompt_file(written(tmp_path / "val.csv", "a cat"))
     with pytest.raises(DataError, match=r"none\.txt cannot be read: No such file"):
         load_prompt_file(tmp_path / "none.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt cannot be read: is not a regular file"):
+        load_prompt_file(tmp_path / "pipe.txt")
 
 
 def asked(num_prompts, count, steps, shuffle=True, seed=5):

@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from each_case import check_each
 from folders import put, sft_recipe
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.order import sample_index
 from wfm_ds.data.samples import epoch_counts, repeat_samples
 from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.data import DataRecipe
 
 
 @pytest.fixture
@@ -93,24 +91,6 @@ def test_weights_that_would_repeat_almost_everything_are_refused(folder):
         DataError, match=r"weight of cats too small: one epoch would need \d+ samples for \d+ distinct ones\. Raise the"
     ):
         load_data(far_apart)
-
-
-@check_each(
-    ("data", "complaint"),
-    [
-        ({"kind": "sets", "path": "x"}, "kind sets and the key sets belong together"),
-        ({"kind": "folder", "path": "x", "sets": [{"path": "a"}]}, "kind sets and the key sets belong together"),
-        ({"kind": "sets", "path": "x", "sets": [{"path": "a/c"}, {"path": "b/c"}]}, "two sets are called c"),
-        (
-            {"kind": "sets", "path": "x", "sets": [{"path": "a", "kind": "paired", "prompt": "p"}]},
-            "only read with kind",
-        ),
-        ({"kind": "sets", "path": "x", "prompt": "p", "sets": [{"path": "a"}]}, "prompt: only read with kind: folder"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(data, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        DataRecipe(**data)
 
 
 def test_a_recipe_with_sets_is_written_and_read_back(folder, tmp_path):

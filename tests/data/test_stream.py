@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from each_case import check_each
 from folders import encode_image, sft_recipe
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.hf_stream import COMMIT, HfStream, StreamSource, stream_version
@@ -23,21 +22,6 @@ NUM_ROWS, EMPTY, BROKEN = 11, 2, 6
 
 def recipe_of(data, **validation):
     return sft_recipe({"kind": "hf", "path": str(data), "streaming": True, "shuffle": False}, **validation)
-
-
-@check_each(
-    ("keys", "message"),
-    [
-        ({"kind": "folder"}, "streaming is for kind hf, not folder"),
-        ({"shuffle": True}, "stored order: set shuffle: false"),
-        ({"buckets": "auto"}, "buckets needs all sizes in advance"),
-        ({"cache_latents": True, "cache_dir": "c", "clip": "centre"}, "cache_latents reads samples twice"),
-        ({"options": {"streaming": True}}, r"options\.streaming: use the key data\.streaming"),
-    ],
-)
-def test_unsupported_settings_of_streams_are_refused(keys, message):
-    with pytest.raises(ValueError, match=message):
-        DataRecipe(**{"kind": "hf", "path": "x", "streaming": True, "shuffle": False, **keys})
 
 
 def test_recipes_that_need_to_know_samples_before_are_refused():

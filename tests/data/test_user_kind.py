@@ -69,8 +69,3 @@ def test_options_reach_its_constructor(recipe):
 def test_errors_are_one_line(recipe, data, says):
     with pytest.raises(DataError, match=says):
         load_data(recipe(**data))
-
-
-def test_options_without_a_user_defined_kind_are_refused(recipe):
-    with pytest.raises(ValueError, match=r"options is only for kind hf, lerobot or package.module:Class, not paired"):
-        recipe(kind="paired", options={"column": "short"})

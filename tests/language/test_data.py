@@ -20,7 +20,7 @@ from wfm_ds.language.annotations import REASONS, parse_conversation
 from wfm_ds.language.data import LanguageData, common_folder, load_conversations
 from wfm_ds.language.packed_sequences import ConversationReader
 from wfm_ds.language.sequence_source import SequenceSource
-from wfm_ds.models.tiny import write_tiny_model
+from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.language_builder import make_row_order, make_sample_reader
 from wfm_ds.training.preflight import check_run
@@ -29,10 +29,8 @@ ALONE = World.single_process()
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "qwen25vl"
-    write_tiny_model("qwen25vl", folder)
-    return language_model.load_language_model(str(folder), torch.float32)
+def tiny():
+    return language_model.load_language_model(str(get_tiny_folder("qwen25vl")), torch.float32)
 
 
 @pytest.fixture
@@ -143,14 +141,6 @@ def test_reading_and_counting_show_their_progress(load, squares, capsys, monkeyp
         assert f"{line}, 0:00 left" in shown
 
 
-def test_a_replaced_image_is_left_out_of_its_row(load, squares):
-    source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
-    Image.new("RGB", (112, 112)).save(squares / "images" / "002.png")
-    step = source.read_step(1, 0, 1)
-    assert [len(row) for row in step.sequences] == [1, 1, 0, 1, 1, 1]
-    source.close()
-
-
 @pytest.mark.slow
 def test_annotations_and_media_can_be_on_s3(load, squares, s3_server, s3_proxy):
     client, (_, _, here) = s3_server[1], load()
@@ -215,12 +205,13 @@ def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
     source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
     whole = (squares / "images" / "001.png").read_bytes()
     (squares / "images" / "001.png").write_bytes(whole[: len(whole) - 40])  # the header is unchanged
+    Image.new("RGB", (112, 112)).save(squares / "images" / "004.png")  # of another size
     step = source.read_step(1, 0, 1)
-    assert [len(row) for row in step.sequences] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 contain it
-    assert (step.num_bad, step.num_tried) == (2, 6)
+    assert [len(row) for row in step.sequences] == [0, 0, 1, 1, 0, 1]  # rows 0 and 1 contain image 1
+    assert (step.num_bad, step.num_tried) == (3, 6)
     source.check_bad_fraction(step.num_bad, step.num_tried, 0.05)
-    assert source.state_dict() == {"bad": 2, "tried": 6}
-    with pytest.raises(DataError, match=r"8 of 12 conversations have unreadable images or videos"):
+    assert source.state_dict() == {"bad": 3, "tried": 6}
+    with pytest.raises(DataError, match=r"9 of 12 conversations have unreadable images or videos"):
         source.check_bad_fraction(6, 6, 0.05)
     source.close()
 
