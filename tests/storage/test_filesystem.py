@@ -37,6 +37,17 @@ def test_a_range_is_exactly_its_bytes_locally_and_in_s3(proxy, tmp_path):
             storage.read_range(address, len(CONTENT) - 2, 5)
 
 
+def test_the_rest_of_a_stream_is_read_with_one_request(tmp_path, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(CONTENT)
+    ranges, read_range = [], storage.read_range
+    monkeypatch.setattr(storage, "read_range", lambda *args: ranges.append(args[1:]) or read_range(*args))
+    for start in (0, 1000, len(CONTENT), len(CONTENT) + 1):
+        stream = storage.open_stream(str(tmp_path / "a.bin"))
+        stream.seek(start)
+        assert stream.read() == CONTENT[start:]
+    assert ranges == [(0, len(CONTENT)), (1000, len(CONTENT) - 1000)]
+
+
 @pytest.mark.slow
 def test_a_connection_that_is_cut_is_opened_again_a_few_times(proxy, monkeypatch):
     proxy.cuts = 2

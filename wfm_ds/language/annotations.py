@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from wfm_ds.data.samples import is_encodable
+from wfm_ds.data.samples import is_encodable, media_from_path
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem, open_regular, shorten_path
+from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem, shorten_path
 from wfm_ds.storage.json_lines import split_lines
 
 Role = Literal["system", "user", "assistant"]
@@ -100,15 +100,10 @@ def _list_files(folder: str) -> list[str]:
 
 
 def read_content(file: str, num_bytes: int = -1) -> bytes:
-    """Return the content of a file, or the first `num_bytes` of a local file. Raises DataError if reading fails."""
+    """Return the content of a file, or its first `num_bytes`. Raises DataError if reading fails."""
     try:
-        if not is_remote(file):
-            with open_regular(file) as local:
-                return local.read(num_bytes)
-        fs, path = open_filesystem(file)
-        with convert_storage_errors(file):
-            content: bytes = fs.cat_file(path)
-        return content
+        with media_from_path(file).open() as opened:
+            return opened.read(num_bytes)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
 

@@ -227,6 +227,11 @@ class StorageStream(io.RawIOBase):
         self._position += count
         return count
 
+    def readall(self) -> bytes:
+        """Read the rest of the file at once. The method of the base class makes a request for every 8 KiB."""
+        start, self._position = self._position, max(self._position, self._size)
+        return read_range(self._address, start, self._size - start) if start < self._size else b""
+
 
 def open_stream(address: str) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(StorageStream(address), BUFFER_BYTES))
