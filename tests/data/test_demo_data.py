@@ -16,6 +16,7 @@ from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_clip, load_media
 from wfm_ds.data.pixels import Framing, draw_centre, load_image
+from wfm_ds.data.preference_pairs import PairTable
 from wfm_ds.data.prompts import load_prompts
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.demos import actions_data, room_data
@@ -89,6 +90,15 @@ def test_the_digits_are_the_even_ones_exactly_and_the_prompts_all_ten(demos):
         np.testing.assert_array_equal(pixels, np.repeat(image[..., None], 3, axis=2))
     prompts = load_prompts(demos / "digits" / "prompts", "digits", "train")
     assert [(p.text, p.metadata) for p in prompts] == [(f"the digit {d}", {"label": d}) for d in range(10)]
+
+
+def test_the_chosen_digit_of_a_pair_shows_what_the_prompt_says(demos):
+    samples, (_, labels) = PairTable(demos / "digits" / "pairs.jsonl", max_bad_fraction=0).samples, sft_split()
+    assert len(samples) == 899
+    for sample in samples:
+        chosen, rejected = (int(labels[int(media.path.stem) - 1]) for media in sample.all_media)
+        assert sample.prompt.text == f"the digit {chosen}"
+        assert chosen != rejected
 
 
 def test_the_splits_of_the_digits_share_no_image_and_miss_none():

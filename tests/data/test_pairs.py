@@ -10,7 +10,6 @@ from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.preference_pairs import PairShards, PairTable
 from wfm_ds.data.sample_sets import build_sample_set
-from wfm_ds.demos.digits_data import sft_split, write_digits
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import file as recipe_file
 
@@ -167,17 +166,6 @@ def test_a_check_tries_both_media(folder, root):
     buckets = type("Buckets", (), {"choose_framing": lambda self, media: Framing(height=8, width=8)})()
     with pytest.raises(DataError, match=r"all 1 pairs are invalid.*broken.png"):
         find_usable_samples(samples, recipe, buckets, 3, dataset_size=1, what="pairs")
-
-
-def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says(tmp_path):
-    write_digits(tmp_path / "digits")
-    samples = PairTable(tmp_path / "digits" / "pairs.jsonl", max_bad_fraction=0).samples
-    _, labels = sft_split()
-    shown = [[int(labels[int(media.path.stem) - 1]) for media in sample.all_media] for sample in samples]
-    assert len(samples) == 899
-    for sample, (chosen, rejected) in zip(samples, shown, strict=True):
-        assert sample.prompt.text == f"the digit {chosen}"
-        assert chosen != rejected
 
 
 @check_each(

@@ -53,12 +53,15 @@ def load_folder(
             max_bad_fraction=data.max_bad_fraction,
         )
     if detected.kind == "media":
-        default, cache_dir = None if data.prompt is None else data.prompt.strip(), data.cache_dir or user_cache_folder()
-        limit = data.max_bad_fraction
-        return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default, inputs=inputs)
-    return load_layout(
-        data, detected.kind, [str(folder / "*.tar" if detected.kind == "webdataset" else folder)], inputs
-    )
+        return MediaFolder(
+            folder,
+            max_bad_fraction=data.max_bad_fraction,
+            cache_dir=data.cache_dir or user_cache_folder(),
+            default=None if data.prompt is None else data.prompt.strip(),
+            inputs=inputs,
+        )
+    path = folder / "*.tar" if detected.kind == "webdataset" else folder
+    return load_layout(data, detected.kind, [str(path)], inputs)
 
 
 def load_layout(data: DataRecipe, kind: str, paths: Sequence[str], inputs: MediaInputs) -> SampleSet:

@@ -65,8 +65,9 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         return load_folder(data, Path(paths[0]))
     if data.kind == "paired":
         cache_dir = data.cache_dir or user_cache_folder()
-        limit, folder = data.max_bad_fraction, Path(paths[0])
-        return CaptionedFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, inputs=inputs)
+        return CaptionedFolder(
+            Path(paths[0]), max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir, inputs=inputs
+        )
     return load_layout(data, data.kind, paths, inputs)
 
 
