@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from commands import wfm_command
 from folders import contents
 from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.checkpoint.store import COMPLETE
@@ -72,7 +73,7 @@ def moved(tensors, seed):
 
 def run(capsys, *words):
     """Run the command. Return its exit code, and stderr if it failed or stdout if it succeeded."""
-    code = convert.main([str(word) for word in words])
+    code = wfm_command("convert")(words)
     printed = capsys.readouterr()
     return code, printed.err if code else printed.out
 

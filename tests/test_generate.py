@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from commands import wfm_command
 from each_case import check_each
-from wfm_ds.cli.generate import main
 from wfm_ds.contract.denoiser_checks import add_random_adapter
 from wfm_ds.contract.export_checks import ExportSource
 from wfm_ds.demos.room_data import write_room
@@ -22,6 +22,7 @@ from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 
+main = wfm_command("generate")
 FIXED = {"height": 32, "width": 32, "eval_steps": 2}
 SIZE = ["--height", "32", "--width", "32", "--steps", "2"]
 

@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from checkpoint.test_export import MAIN, Changed, plain, run_lines
-from wfm_ds.cli import convert
+from commands import wfm_command
 from wfm_ds.errors import ModelError
 from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
 
+convert = wfm_command("convert")
 PARTS = ("transformer", "transformer_2")
 CALL = {"num_inference_steps": 4, "guidance_scale_2": 3.0}  # the steps cover both experts, and each has its own scale
 
@@ -88,12 +89,12 @@ def test_a_lora_folder_of_both_experts_is_converted_and_merged(model, tmp_path):
     want = {name: load_file(folder / name) for name in ("model.safetensors", "model_2.safetensors")}
     base = ["--base", str(model.path)]
     for out, words in (("alone", []), ("checked", base)):
-        assert convert.main([str(folder), str(tmp_path / out), *words]) == 0
+        assert convert([str(folder), str(tmp_path / out), *words]) == 0
         for name, tensors in want.items():
             got = load_file(tmp_path / out / "lora" / name)
             assert got.keys() == tensors.keys()
             assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
-    assert convert.main([str(folder), str(tmp_path / "whole"), *base, "--merge", "--dtype", "float32"]) == 0
+    assert convert([str(folder), str(tmp_path / "whole"), *base, "--merge", "--dtype", "float32"]) == 0
     assert_close(video(plain(tmp_path / "whole"), model), video(model.pipeline, model), atol=1e-5, rtol=0)
 
 

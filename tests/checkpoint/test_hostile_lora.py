@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from commands import wfm_command
 from wfm_ds.checkpoint.adapter_loading import read_adapter_names
-from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_settings import check_settings, layer_alpha
 
+convert = wfm_command("convert")
 A, B, LAYER = torch.ones(4, 32), torch.ones(32, 4), "transformer_blocks.0.attn.to_k"
 GOOD = {f"transformer.{LAYER}.lora_A.weight": A, f"transformer.{LAYER}.lora_B.weight": B}
 SETTINGS = {"r": 4, "lora_alpha": 8}
@@ -87,7 +88,7 @@ def test_each_malicious_file_is_a_short_one_line_error(tmp_path, tiny_pipelines,
         start = time.process_time()
         options = ([], ["--base", base], ["--base", base, "--merge"])[number % 3]
         try:
-            code = convert.main([str(folder / "model.safetensors"), str(tmp_path / f"out{number}"), *options])
+            code = convert([str(folder / "model.safetensors"), str(tmp_path / f"out{number}"), *options])
         except Exception as error:  # noqa: BLE001, counted below
             failures.append(f"{name} {options}: {type(error).__name__} {str(error)[:80]}")
             continue
@@ -102,10 +103,10 @@ def test_each_malicious_file_is_a_short_one_line_error(tmp_path, tiny_pipelines,
 def test_pipes_and_devices_are_not_opened(tmp_path, capsys):
     save_file(GOOD, tmp_path / "model.safetensors")
     os.mkfifo(tmp_path / "adapter_config.json")
-    assert convert.main([str(tmp_path / "model.safetensors"), str(tmp_path / "out")]) == 2
+    assert convert([str(tmp_path / "model.safetensors"), str(tmp_path / "out")]) == 2
     assert "is not a regular file" in capsys.readouterr().err
     os.mkfifo(tmp_path / "COMPLETE")
-    assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert convert([str(tmp_path), str(tmp_path / "out")]) == 2
     assert "COMPLETE cannot be read (is not a regular file)" in capsys.readouterr().err
 
 
@@ -136,6 +137,6 @@ def test_a_regular_expression_that_selects_layers_is_never_matched(key, tmp_path
     with pytest.raises(ModelError, match=rf"{key} is a regular expression, .*; convert the LoRA with `wfm convert`"):
         read_adapter_names(tmp_path / "model.safetensors")
     base = str(tiny_pipelines("sd3"))
-    assert convert.main([str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--base", base]) == 0
+    assert convert([str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--base", base]) == 0
     assert read_adapter_names(tmp_path / "out" / "lora" / "model.safetensors") == set(GOOD)
     capsys.readouterr()

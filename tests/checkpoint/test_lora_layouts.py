@@ -10,9 +10,9 @@ from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from commands import wfm_command
 from each_case import check_each
 from pages import DOCS, table_rows
-from wfm_ds.cli import convert
 from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.export.lora_base import base_weight_readers, denoiser_parts, read_lora
 from wfm_ds.export.lora_extraction import approximate_difference
@@ -27,6 +27,7 @@ from wfm_ds.models.flux_kontext import FluxKontext
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.models.wan import IMAGE_ATTENTION_LAYERS
 
+convert = wfm_command("convert")
 FAMILIES = (
     *("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "wan21_i2v", "wan_vace"),
     *("flux2", "flux_kontext", "qwen_image", "z_image"),
@@ -35,7 +36,7 @@ RANK, ALPHA = 4, 10.0
 
 
 def run(capsys, *words):
-    code = convert.main([str(word) for word in words])
+    code = convert(words)
     printed = capsys.readouterr()
     return code, printed.err if code else printed.out
 

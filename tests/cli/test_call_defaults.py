@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
 from wfm_ds.cli import generate
 from wfm_ds.cli.call_defaults import fill_from_call
@@ -183,7 +184,7 @@ def test_values_that_cannot_be_used_are_one_sentence(lora, tmp_path, capsys, tin
     (folder / "call.json").write_text(json.dumps(call))
     (tmp_path / "a.txt").write_text("a cat\n")
     words = ["--model", str(folder), "--prompts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
-    assert generate.main([*words, "--height", "32", "--width", "32"]) == 2
+    assert wfm_command("generate")([*words, "--height", "32", "--width", "32"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {folder / 'call.json'}: ")
     assert message in said

@@ -14,10 +14,10 @@ from typing import ClassVar
 import pytest
 from huggingface_hub import constants
 
+from commands import wfm_command
 from hub_server import Repo, files_of, hub_server, use
 from lerobot import FRONT, record, write_lerobot
 from prompt_server import prompt_server, served_files, use_test_source
-from wfm_ds.cli.fetch import main
 from wfm_ds.data.prompt_sources import MIRROR
 from wfm_ds.data.prompts import load_prompts
 from wfm_ds.models import registry
@@ -28,6 +28,7 @@ from wfm_ds.storage.filesystem import is_repo_id
 from wfm_reward import registry as registry_of_rewards
 from wfm_reward.rewards.clipscore import ClipScore
 
+main = wfm_command("fetch")
 MODEL = "stabilityai/stable-diffusion-3.5-medium"
 PICKSCORE, CLIP = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 WORDS = ["sd3_nft", "model.revision=null", "reward.functions=[{name: ocr}, {name: pickscore}]"]

@@ -7,8 +7,8 @@ import pytest
 from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
 from PIL import Image
 
+from commands import wfm_command
 from families import CASES
-from wfm_ds.cli.generate import main
 from wfm_ds.models.clips import clip_seed
 from wfm_ds.monitoring import samples
 
@@ -44,7 +44,7 @@ def generate(folder, name, options, family, tiny_pipelines):
     size = ["--height", str(height), "--width", str(width), "--frames", str(frames), "--steps", "2"]
     common = ["--model", str(tiny_pipelines(family)), "--prompts", str(folder / "a.txt"), *size]
     common += ["--guardrail", "off"] if CASES[family].load_options else []
-    return main([*common, "--out", str(folder / name), *options])
+    return wfm_command("generate")([*common, "--out", str(folder / name), *options])
 
 
 @pytest.mark.parametrize(

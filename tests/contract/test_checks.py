@@ -8,9 +8,9 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
 from families import CASES
-from wfm_ds.cli.models_check import main
 from wfm_ds.contract import (
     denoiser_checks,
     export_checks,
@@ -26,6 +26,8 @@ from wfm_ds.models.cosmos3 import Cosmos3
 from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.qwen_image_edit import QwenImageEdit
 from wfm_ds.models.sd3 import StableDiffusion3
+
+main = wfm_command("models check")
 
 
 class Flipped(StableDiffusion3):

@@ -6,10 +6,13 @@ import os
 
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
-from wfm_ds.cli.captions import main, read_caption_table
+from wfm_ds.cli.captions import read_caption_table
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.errors import DataError
+
+main = wfm_command("data captions")
 
 
 @pytest.fixture

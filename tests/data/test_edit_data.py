@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
 from folders import encode_image, put, write_tar
-from wfm_ds.cli.data import main as show
 from wfm_ds.data.hf_stream import HfStream
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.order import BatchSource
@@ -18,6 +18,7 @@ from wfm_ds.errors import DataError
 from wfm_ds.recipe.actions import ActionsRecipe
 from wfm_ds.recipe.data import DataRecipe
 
+show = wfm_command("data")
 FOUND = {"target": 1, "source": 2, "source_2": 3, "mask": 4}  # grey level of each image of a sample
 ALL = {"inputs": ["source", "source_2"], "reward_inputs": ["mask"]}
 ONE = {"inputs": ["source"]}

@@ -6,16 +6,17 @@ import sys
 
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
 from folders import put, sft_recipe
-from wfm_ds.cli.captions import main as write_captions
-from wfm_ds.cli.data import main as show
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
+
+show, write_captions = wfm_command("data"), wfm_command("data captions")
 
 
 def settings(folder, **keys):

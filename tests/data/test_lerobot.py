@@ -30,7 +30,6 @@ from lerobot import (
     record,
     write_lerobot,
 )
-from wfm_ds.cli import captions, data
 from wfm_ds.cli.main import main
 from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.datasets import load_data
@@ -298,7 +297,7 @@ def test_the_hub_sends_the_metadata_the_rows_and_the_named_cameras(sets, tmp_pat
             assert (frames == load_media(local.media, framing(), draw_centre)).all()
             assert (found.samples[0].rows[STATE] == local.rows[STATE]).all()
             hub.sent.clear()
-        assert data.main(["owner/v3.0"]) == 0
+        assert main(["data", "owner/v3.0"]) == 0
         assert "5 of 9 to 17 frames" in capsys.readouterr().out
         with pytest.raises(UserError, match=r"owner/none is neither a folder nor a dataset .*hf download"):
             scan("owner/none")
@@ -405,7 +404,7 @@ def test_bad_files_are_counted_by_name(copy):
 
 def test_commands_describe_a_dataset_and_write_nothing_into_it(sets, capsys):
     before = contents(sets)
-    assert data.main([str(sets / "v3.0")]) == 0
+    assert main(["data", str(sets / "v3.0")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{sets / 'v3.0'}: LeRobot dataset v3.0",
         "episodes   5 of 9 to 17 frames, 67 in total",
@@ -414,10 +413,10 @@ def test_commands_describe_a_dataset_and_write_nothing_into_it(sets, capsys):
         "features   observation.state [6], action [2]",
         'tasks      3: "push | shove the block", "lift", "  lift "',
     ]
-    assert data.main([str(sets)]) == 0
+    assert main(["data", str(sets)]) == 0
     assert capsys.readouterr().out.count("LeRobot dataset") == 3
     for path in (sets, sets / "v2.1"):
-        assert captions.main([str(path), "--prompt", "a robot"]) == 2
+        assert main(["data", "captions", str(path), "--prompt", "a robot"]) == 2
     assert contents(sets) == before
 
 

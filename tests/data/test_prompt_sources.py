@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from commands import wfm_command
 from prompt_server import COMMIT, TEST, TRAIN, prompt_server, served_files, use_test_source
-from wfm_ds.cli.prompts import main
 from wfm_ds.data import prompt_sources
 from wfm_ds.data.prompt_sources import PROMPT_SOURCES, download_prompt_set
 from wfm_ds.data.prompts import PROMPT_FORMATS, load_prompts
 from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
+
+main = wfm_command("data prompts")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from commands import wfm_command
 from pages import code
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
@@ -203,15 +204,13 @@ def test_plain_diffusers_reproduces_the_trainers_images_from_the_export(finished
 
 
 def test_generate_reproduces_the_samples_of_a_lora_run(finished, tmp_path):
-    from wfm_ds.cli import generate
-
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
     arguments = ["--prompts", str(ROOT / "recipes/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
     # The batch size is the number of samples per rank of the run, which has 8 samples in total.
     arguments += ["--steps", "4", "--seeds", "1000001", "1000002", "--batch", "4"]
     lora = str(finished / "safetensors" / "step_2" / "lora")
-    assert generate.main(["--model", base, "--lora", lora, *arguments, "--out", str(tmp_path / "lora")]) == 0
-    assert generate.main(["--model", base, *arguments, "--out", str(tmp_path / "base")]) == 0
+    assert wfm_command("generate")(["--model", base, "--lora", lora, *arguments, "--out", str(tmp_path / "lora")]) == 0
+    assert wfm_command("generate")(["--model", base, *arguments, "--out", str(tmp_path / "base")]) == 0
     ours, theirs, bases = (drawn(f) for f in (finished / "samples" / "step_2", tmp_path / "lora", tmp_path / "base"))
     assert all(np.array_equal(theirs[key], image) for key, image in ours.items())
     assert not any(np.array_equal(bases[key], image) for key, image in ours.items())
@@ -219,8 +218,6 @@ def test_generate_reproduces_the_samples_of_a_lora_run(finished, tmp_path):
 
 @pytest.mark.slow
 def test_generate_reproduces_the_samples_of_a_full_run(tmp_path):
-    from wfm_ds.cli import generate
-
     recipe = ROOT / "tests" / "recipes" / "sd3_nft_full.yaml"
     process = run("-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'run'}", launcher="python")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -232,7 +229,7 @@ def test_generate_reproduces_the_samples_of_a_full_run(tmp_path):
     arguments += ["--seeds", *map(str, seeds), "--batch", str(len(drawn(samples)))]
     exported = str(tmp_path / "run" / "safetensors" / f"step_{resolved.run.steps}")
     where = ["--pipeline", exported, "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
-    assert generate.main([*where, *arguments]) == 0
+    assert wfm_command("generate")([*where, *arguments]) == 0
     assert all(np.array_equal(drawn(tmp_path / "out")[key], image) for key, image in drawn(samples).items())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clips import write_clip
-from wfm_ds.cli import captions
+from commands import wfm_command
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "tests" / "recipes" / "wan21_video_sft.yaml"
@@ -50,7 +50,7 @@ def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipel
     folder.mkdir()
     for name in ("bikes.mp4", "carphone_pristine.mp4"):
         shutil.copy(Path(package) / "datasets" / "data" / name, folder / name)
-    assert captions.main([str(folder), "--prompt", "a short clip"]) == 0
+    assert wfm_command("data captions")([str(folder), "--prompt", "a short clip"]) == 0
     run(
         "wfm_ds.train",
         RECIPE,

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from commands import wfm_command
 from each_case import check_each
 from migrate.configurations import REASONER_SFT, migrate
-from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate.translation import detect_mode
 
+main = wfm_command("migrate")
 DATA, POLICY = "custom.dataset", "train.train_policy"
 
 

@@ -3,9 +3,9 @@
 import math
 import tomllib
 
+from commands import wfm_command
 from each_case import check_each
 from migrate.configurations import COSMOS_DDRL, REASONER_SFT, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, migrate, put
-from wfm_ds.cli.migrate import main
 from wfm_ds.migrate import keys as migrate_keys
 from wfm_ds.migrate import unsupported_keys as migrate_gone
 from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT
@@ -14,6 +14,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import flatten_keys
 
+main = wfm_command("migrate")
 TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL, VLM_SFT: REASONER_SFT}
 TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")
 EXPECTED = {

@@ -1,11 +1,12 @@
 """Defaults that the configurations of the published runs rely on: sharding, weight averages, the scoring service, and
 the epoch length."""
 
+from commands import wfm_command
 from each_case import check_each
 from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, migrate
-from wfm_ds.cli.migrate import main
 from wfm_ds.migrate.translation import render_recipe
 
+main = wfm_command("migrate")
 POLICY, RL = "train.train_policy", "model.rl"
 WEB = "dataloader_train.video_dataloader.dataloader"
 

@@ -14,9 +14,9 @@ import torch
 from diffusers import CosmosTransformer3DModel
 from safetensors.torch import load_file
 
+from commands import wfm_command
 from families import CASES, PROMPTS, change_json, load_tiny, record_calls, robot_inputs
 from reference import cosmos_actions as reference
-from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
 from wfm_ds.export.cosmos_actions import LAYER_NAMES
 from wfm_ds.models import registry
@@ -26,6 +26,8 @@ from wfm_ds.models.cosmos25 import provide_torchvision_resize
 from wfm_ds.models.cosmos25_action_network import CosmosActionTransformer3DModel
 from wfm_ds.models.cosmos25_actions import Cosmos25Actions
 from wfm_ds.models.tiny.sizes import COSMOS25
+
+convert = wfm_command("convert")
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +53,7 @@ def write_checkpoint(file, changes=(), extra=None):
 
 
 def run_convert(capsys, *words):
-    code = convert.main([str(word) for word in words])
+    code = convert(words)
     printed = capsys.readouterr()
     return code, printed.err if code else printed.out
 
@@ -61,7 +63,7 @@ def converted(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     checkpoint = write_checkpoint(folder / "action_ema_bf16.pt")
     words = [checkpoint, folder / "out", "--base", base, "--dtype", "float32"]
-    assert convert.main([str(word) for word in words]) == 0
+    assert convert(words) == 0
     return folder / "out"
 
 

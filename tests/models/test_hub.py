@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import wfm_command
 from each_case import check_each
 from hub_server import Repo, files_of, hub_server, use
-from wfm_ds.cli.generate import main as generate
 from wfm_ds.cli.main import main as wfm
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
@@ -21,6 +21,7 @@ from wfm_ds.models.assets.released_repos import RELEASED_REPOS
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.storage.filesystem import is_repo_id
 
+generate = wfm_command("generate")
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAME = "stabilityai/stable-diffusion-3.5-medium"
 EXTRA = {

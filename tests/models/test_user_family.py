@@ -6,17 +6,19 @@ import runpy
 import pytest
 import torch
 
+from commands import wfm_command
 from each_case import check_each
 from lumina import tiny_lumina
 from pages import DOCS, code, table_rows, write_code
 from wfm_ds.cli.main import main as wfm
-from wfm_ds.cli.models_check import main
 from wfm_ds.contract.case import Case, load_reference_pipeline
 from wfm_ds.contract.checks import CHECKS
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.models.base import DiffusionModel
+
+main = wfm_command("models check")
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from commands import wfm_command
 from folders import contents
 from multi_rank.resuming import KINDS, settings, tiny_recipe, train_on_rank
-from wfm_ds.cli import convert
 from wfm_ds.export.loading_code import loading_lines
 
+convert = wfm_command("convert")
 SAVING = ["checkpoint.every=2", "run.steps=2", "algorithm.kl_beta=0.1"]
 
 
@@ -41,11 +42,9 @@ def test_every_adapter_kind_exports_converts_and_resumes(two_ranks, tiny_pipelin
     stored = json.loads((export / "lora" / "adapter_config.json").read_text())
     assert [stored[key] for key in ("use_dora", "use_rslora", "lora_dropout")] == [True, True, 0.2]
 
-    assert convert.main([str(first / "checkpoints" / "step_2"), str(tmp_path / "again")]) == 0
+    assert convert([str(first / "checkpoints" / "step_2"), str(tmp_path / "again")]) == 0
     assert contents(tmp_path / "again") == contents(export)
-    assert (
-        convert.main([str(export), str(tmp_path / "whole"), "--merge", "--base", str(base), "--dtype", "float32"]) == 0
-    )
+    assert convert([str(export), str(tmp_path / "whole"), "--merge", "--base", str(base), "--dtype", "float32"]) == 0
     pipe, merged = (
         by_the_lines(base, export / "lora"),
         load_file(tmp_path / "whole" / "transformer" / "diffusion_pytorch_model.safetensors"),

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from commands import wfm_command
 from folders import contents
 from multi_rank.resuming import settings, train_on_rank
 from multi_rank.training import small_sd3
-from wfm_ds.cli import convert
 
+convert = wfm_command("convert")
 ROOT = Path(__file__).parent.parent.parent
 SAVING = ["checkpoint.every=1", "checkpoint.export_every=1", "run.steps=2"]
 NFT = [
@@ -24,7 +25,7 @@ NFT = [
 
 
 def converted(checkpoint, out, *words):
-    assert convert.main([str(checkpoint), str(out), *words]) == 0
+    assert convert([str(checkpoint), str(out), *words]) == 0
     return contents(out)
 
 
@@ -103,9 +104,9 @@ def test_a_deepspeed_checkpoint_is_converted_only_if_trusted(stage, wrapped, two
     small_sd3().save_pretrained(base / "transformer")
     want, _ = two_ranks.run(saved_by_deepspeed, folder=str(tmp_path / "ds"), stage=stage, wrapped=wrapped)
     words = [str(tmp_path / "ds"), str(tmp_path / "out"), "--base", str(base)]
-    assert convert.main(words) == 2
+    assert convert(words) == 2
     assert "--trust-pickle" in capsys.readouterr().err
-    assert convert.main([*words, "--trust-pickle"]) == 0
+    assert convert([*words, "--trust-pickle"]) == 0
     got = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert got.keys() == want.keys()
     for name, tensor in want.items():
@@ -114,7 +115,7 @@ def test_a_deepspeed_checkpoint_is_converted_only_if_trusted(stage, wrapped, two
     shutil.rmtree(tmp_path / "out")
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dual_attention_layers": []}))
-    assert convert.main([*words, "--trust-pickle"]) == 2
+    assert convert([*words, "--trust-pickle"]) == 2
     assert (
         "transformer_blocks.0.norm1.linear.weight is [288, 32], but the model has [192, 32]" in capsys.readouterr().err
     )

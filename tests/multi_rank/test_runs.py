@@ -169,8 +169,8 @@ def frames_of(path):
 
 
 def drawn_again(run, out, base):
-    """Regenerate the validation videos with `wfm_ds.cli.generate`. Return the files by prompt and seed."""
-    from wfm_ds.cli import generate
+    """Regenerate the validation videos with `wfm generate`. Return the files by prompt and seed."""
+    from commands import wfm_command
 
     prompts = ROOT / "recipes" / "prompts" / "colors" / "train.txt"
     first = out.with_suffix(".txt")  # the validation prompts
@@ -179,7 +179,7 @@ def drawn_again(run, out, base):
     for seed in ("1000001", "1000002"):  # validation also generates all prompts of a seed as one batch
         lora = run / "safetensors" / "step_3" / "lora"
         where = ["--model", str(base), "--lora", str(lora), "--prompts", str(first), "--out", str(out / seed)]
-        assert generate.main([*where, *sampling, "--seeds", seed, "--batch", "4"]) == 0
+        assert wfm_command("generate")([*where, *sampling, "--seeds", seed, "--batch", "4"]) == 0
     found = [(f.parent, json.loads(line)) for f in out.glob("*/samples.jsonl") for line in f.read_text().splitlines()]
     return {(row["prompt"], row["seed"]): (folder / row["file"]).read_bytes() for folder, row in found}
 

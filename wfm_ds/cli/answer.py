@@ -16,7 +16,6 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm answer",
         description="Ask a vision-language model about images and videos.",
         epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
     )
@@ -39,9 +38,6 @@ def parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quiet_libraries
-
-    quiet_libraries()
     sys.stdout.write(generate_answer(args) + "\n")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from wfm_ds.data.file_lists import files_below
 from wfm_ds.data.folder_layout import is_lerobot
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 from wfm_ds.storage import atomic
 
 NUM_SHOWN = 10
@@ -114,7 +114,6 @@ def caption_text(path: Path, caption: Caption) -> str:
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm data captions",
         description="Write a caption for each image and video of a folder.",
         epilog='Example: %(prog)s my_images --prompt "a robot" --layout txt',
     )
@@ -132,10 +131,6 @@ def parser() -> CommandParser:
     )
     p.add_argument("--overwrite", action="store_true", help="replace existing captions")
     return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ from wfm_ds.program import CommandParser, collect_garbage_rarely
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm check",
         description="Check a recipe, its data, model and rewards without training. Prints the derived numbers.",
         epilog="Example: %(prog)s sd3_nft --tiny --gpus 2",
     )
@@ -32,10 +31,8 @@ def parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.cli.doctor.command import count_visible_gpus
     from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels, is_accelerator_present
-    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    quiet_libraries()
     visible = args.gpus or (count_visible_gpus() if is_accelerator_present() else 0)
     if args.tiny:
         from wfm_ds.demos.tiny_data import load_tiny_recipe

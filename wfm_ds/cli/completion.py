@@ -44,7 +44,6 @@ FILE_ARGUMENTS = frozenset({"model", "models", "lora", "checkpoint", "path", "im
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm completion",
         description="Print a script with which the shell completes commands, options, recipes and files.",
         epilog="Example: %(prog)s bash > ~/.local/share/bash-completion/completions/wfm",
     )
@@ -103,7 +102,7 @@ def read_parser(module: str, *, hides_positionals: bool) -> argparse.ArgumentPar
         completer = None
         if action.dest in RECIPE_ARGUMENTS:
             completer = RECIPE_COMPLETER
-        elif action.metavar == "REWARD" or (parser.prog, action.dest) == ("wfm rewards", "name"):
+        elif action.metavar == "REWARD" or (module, action.dest) == ("wfm_ds.cli.rewards", "name"):
             action.choices = list_reward_names()
         elif action.metavar == "DIR":
             completer = shtab.DIRECTORY

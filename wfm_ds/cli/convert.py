@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_ds.checkpoint.checkpoint_weights import CheckpointWeights
@@ -34,7 +34,6 @@ PICKLE_WARNING = (
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm convert",
         description="Convert a checkpoint to a LoRA or a pipeline folder that diffusers loads.",
         epilog="Example: %(prog)s outputs/run/checkpoints/step_400 exported --policy train",
     )
@@ -67,15 +66,9 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
-    quiet_libraries()
     choose_accelerator()
     import torch
 

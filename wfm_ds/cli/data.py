@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_ds.data.samples import SampleSet
@@ -27,7 +27,6 @@ LAYOUT_NAMES = {
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm data",
         description="Show how data.kind: folder reads a folder, its contents and three captions. For a LeRobot "
         "dataset, show its episodes, cameras, features and tasks.",
         epilog="Example: %(prog)s my_images",
@@ -41,10 +40,6 @@ def parser() -> CommandParser:
     p.add_argument("--caption-column", metavar="NAME", help="data.caption_column: table column with the captions")
     p.key_options = {"data.prompt": "--prompt", "data.caption_column": "--caption-column"}
     return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:

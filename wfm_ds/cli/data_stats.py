@@ -33,7 +33,6 @@ class TrainingPart(NamedTuple):
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm data stats",
         description="Write the quantiles, mean, std, minimum and maximum of all actions of a data set, or of "
         "the training data of a recipe.",
         epilog="Example: %(prog)s nvidia/Cosmos3-DROID --space droid --fps 15",

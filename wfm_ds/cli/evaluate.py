@@ -56,7 +56,6 @@ VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm evaluate",
         description="Generate samples from several models with the same prompts and seeds, score them, and compare "
         "each model with the first: confidence intervals over prompts, diversity, and a verdict on reward hacking.",
         epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --held-out "
@@ -148,9 +147,7 @@ def parse_device(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
-    quiet_libraries()  # before the imports, during which they log most
     choose_accelerator()
     from wfm_ds.cli.evaluation_models import resolve_models
     from wfm_ds.cli.evaluation_samples import EvaluationData, load_data_recipe

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_ds.runs.fetch_plan import FetchItem, FetchPlan
@@ -19,7 +18,6 @@ MB, GB = 10**6, 10**9
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm fetch",
         description="List the model, prompt set and reward weights that a recipe needs and this machine does not have, "
         "with sizes and licences, then download them.",
         epilog="Example: %(prog)s sd3_nft --dry-run",
@@ -32,16 +30,10 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.runs.fetch_plan import plan_downloads, require_free_space
 
-    quiet_libraries()
     plan = plan_downloads(recipe_file.load_recipe(args.recipe, args.overrides))
     sys.stdout.write(describe_plan(plan))
     free = require_free_space(plan.items)

@@ -25,7 +25,7 @@ from wfm_ds.cli.sampling_options import (
     sampling_summary,
 )
 from wfm_ds.errors import UserError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,6 @@ NOT_FINITE_MESSAGE = "non-finite latents: this sample is invalid"
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm generate",
         description="Generate each prompt with each seed; write files, samples.jsonl and index.html.",
         epilog="Example: %(prog)s --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
         "--prompts prompts.txt --height 512 --width 512 --out samples",
@@ -122,13 +121,8 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
     if args.pipeline is not None and args.lora is not None:
         raise UserError("--lora: not allowed with --pipeline; to use an export as the base of a LoRA, set --model")
@@ -147,7 +141,6 @@ def run(args: argparse.Namespace) -> None:
     for option, files in (("--first-frame", [args.first_frame] if args.first_frame else []), ("--source", args.source)):
         for file in files:
             check_image(option, file)
-    quiet_libraries()
     choose_accelerator()
     args.title, export = page_title(args), str(args.lora or args.pipeline or args.model)
     with contextlib.ExitStack() as resources:

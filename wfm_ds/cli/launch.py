@@ -70,7 +70,6 @@ class ClusterJob:
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm launch",
         description="Write the job script or manifest with which a scheduler trains a recipe on several machines.",
         epilog="Example: %(prog)s sd3_image_sft run.output_dir=/shared/sft --slurm --nodes 4 --gpus 8 --time 24:00:00",
     )
@@ -139,9 +138,7 @@ def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]
 
 def require_fitting_ranks(recipe: Recipe, nodes: int, gpus: int) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
-    quiet_libraries()
     choose_accelerator()  # before the next import, which imports deepspeed
     from wfm_ds.training.preflight import check_rank_count
 

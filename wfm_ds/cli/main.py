@@ -1,4 +1,7 @@
-"""Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`."""
+"""Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
+
+The parser gets the name of the command from here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from wfm_ds import __version__
+from wfm_ds.distributed.logs import quiet_libraries
 from wfm_ds.errors import UserError
 from wfm_ds.program import run_command, run_with_exit_code
 
@@ -77,6 +81,7 @@ def run_subcommand(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"wfm_ds {__version__}\n")
         return 0
     name = find_command(arguments)
+    quiet_libraries()
     module = importlib.import_module(COMMANDS[name][0])
     parser = module.parser()
     parser.prog = f"wfm {name}"

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.cli.sampling_options import parse_positive
 from wfm_ds.errors import UserError
-from wfm_ds.program import CommandParser, run_command
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
+from wfm_ds.program import CommandParser
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parser() -> CommandParser:
-    p = CommandParser(prog="wfm migrate", description=__doc__.split("\n")[0])
+    p = CommandParser(description=__doc__.split("\n")[0])
     p.add_argument("config", nargs="?", type=Path, help="a TOML configuration of Cosmos-RL (docs/migrating.md)")
     p.add_argument("--steps", type=parse_positive, metavar="N", help="length of the run (run.steps), instead of epochs")
     p.add_argument("--keys", action="store_true", help="print the table of keys in docs/migrating.md")

@@ -17,7 +17,6 @@ GB = 10**9
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm models",
         description="List the supported model families and their pipelines, or describe a pipeline folder.",
         epilog="Example: %(prog)s tiny:sd3",
     )
@@ -29,9 +28,6 @@ def parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quiet_libraries
-
-    quiet_libraries()
     sys.stdout.write(
         list_families() if args.path is None else describe_model(args.path, args.revision, weights=args.download)
     )

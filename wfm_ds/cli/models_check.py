@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import ModelError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 from wfm_ds.user_class import import_object
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ CHECKS_FAILED = 1
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm models check",
         description="Compare your model family with the diffusers pipeline, on a tiny random model.",
         epilog="Example: %(prog)s my_lumina:Lumina2 --tiny outputs/tiny_lumina",
     )
@@ -34,18 +32,12 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import run_checks
     from wfm_ds.contract.family_under_test import FamilyUnderTest
-    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.models import registry
 
-    quiet_libraries()
     case = Case() if args.case is None else import_case(args.case)
     subject = FamilyUnderTest(registry.resolve_pipeline(args.tiny, args.family), case, args.family)
     _ = subject.model  # report a loading error once, not in every check

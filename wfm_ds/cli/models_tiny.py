@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.program import run_command
+from wfm_ds.program import CommandParser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm models tiny", description="Write a tiny random pipeline or language model.")
+def parser() -> CommandParser:
+    p = CommandParser(description="Write a tiny random pipeline or language model.")
     p.add_argument("family", metavar="FAMILY", help="such as sd3, wan21 or cosmos25; another name prints the list")
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="a new or empty folder")
     return p

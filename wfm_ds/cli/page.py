@@ -12,7 +12,6 @@ from wfm_ds.program import CommandParser
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm page",
         description=(
             "Write index.html and page/data.js of a run: curves, samples, recipe. A run also writes its own page."
         ),

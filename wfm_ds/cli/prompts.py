@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm data prompts",
         description="Download a published prompt set to a folder, in the layout that recipes read.",
         epilog="Example: %(prog)s ocr datasets/ocr",
     )
     p.add_argument("name", nargs="?", help="prompt set: data.name of the recipe (without a name, list all)")
     p.add_argument("folder", nargs="?", type=Path, help="folder to write to: data.path (default datasets/NAME)")
     return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:

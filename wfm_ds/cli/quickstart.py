@@ -33,7 +33,7 @@ OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {val
 
 
 def parser() -> CommandParser:
-    p = CommandParser(prog="wfm quickstart", description=" ".join(__doc__.split("\n\n")[0].split()))
+    p = CommandParser(description=" ".join(__doc__.split("\n\n")[0].split()))
     p.add_argument(
         "--demo",
         choices=DEMOS,
@@ -105,7 +105,6 @@ def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
     """
     from wfm_ds.demos import few_steps
     from wfm_ds.demos.report_page import PAGE_FILE
-    from wfm_ds.distributed.logs import quiet_libraries
 
     folder, start = output or few_steps.OUTPUT, start or few_steps.START
     if start.resolve().is_relative_to(folder.resolve()):
@@ -117,7 +116,6 @@ def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
             "quickstart, or a new folder"
         )
     require_replaceable(folder)
-    quiet_libraries()  # else transformers logs warnings
     if is_empty:
         print_text(f"{start} has no digits quickstart, so it runs first.")
         run_demo(load_demo("digits"), start, [few_steps.TEACHER_RUN], seed)
@@ -174,11 +172,9 @@ def prepare_folder(demo: Demo, folder: Path) -> None:
     Raises UserError if other programs wrote to the folder.
     """
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
     replace_folder(folder)
     choose_accelerator()  # else DeepSpeed logs a warning on a machine without a GPU
-    quiet_libraries()
     from wfm_ds.models.tiny import write_tiny_model  # imports torch and transformers
 
     print_text(f"Preparing the data ({demo.description}) and a model with random weights.")

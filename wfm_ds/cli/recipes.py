@@ -15,7 +15,6 @@ LINE_WIDTH = 120
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm recipes",
         description="List the shipped recipes (only those that match all WORDs), show one, or copy one to a file.",
         epilog="Example: %(prog)s copy sd3_nft mine.yaml",
         usage="%(prog)s [list [WORD ...] | show NAME | copy NAME [FILE]]",

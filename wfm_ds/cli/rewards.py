@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm rewards",
         description="List the built-in rewards, or describe one and its options.",
         epilog="Example: %(prog)s ocr",
     )

@@ -11,7 +11,6 @@ from wfm_ds.program import CommandParser
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm schema",
         description="Write the JSON schema of recipes, with which editors complete keys and mark mistakes.",
         epilog="Example: %(prog)s recipe.schema.json",
     )

@@ -18,7 +18,6 @@ ALL = "all"
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm train",
         description="Train a recipe with one process per GPU.",
         epilog="Example: %(prog)s sd3_nft --tiny run.steps=4 --gpus 2",
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+from commands import wfm_command
 from each_case import check_each
 from wfm_ds.cli.doctor import command as doctor
 from wfm_ds.cli.doctor import machine as doctor_machine
@@ -221,7 +222,7 @@ def test_more_ranks_than_gpus_are_a_warning_about_the_reward_service(recipe, mon
 
 def test_json_lists_the_findings_and_errors_make_the_exit_code_2(root, tmp_path, capsys):
     arguments = [str(root / "tests" / "recipes" / "sd3_sft.yaml"), f"model.path={tmp_path}", "--json"]
-    assert doctor.main([*arguments, f"data.path={tmp_path}", f"run.output_dir={tmp_path / 'out'}"]) == 2
+    assert wfm_command("doctor")([*arguments, f"data.path={tmp_path}", f"run.output_dir={tmp_path / 'out'}"]) == 2
     told = json.loads(capsys.readouterr().out)
     levels = {f["name"]: f["level"] for f in told["findings"]}
     assert told["errors"] == list(levels.values()).count("error") > 0
@@ -231,7 +232,7 @@ def test_json_lists_the_findings_and_errors_make_the_exit_code_2(root, tmp_path,
 
 def test_a_recipe_that_does_not_load_is_a_finding_of_the_table(tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("run: {}\n")
-    assert doctor.main([str(tmp_path / "bad.yaml"), "--hostfile", str(tmp_path / "none")]) == 2
+    assert wfm_command("doctor")([str(tmp_path / "bad.yaml"), "--hostfile", str(tmp_path / "none")]) == 2
     out = capsys.readouterr().out
     assert "recipe" in out
     assert "hostfile" in out

@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
+from commands import wfm_command
 from families import CASES, each_family, load_reference_pipeline
-from wfm_ds.cli.models_tiny import main
 from wfm_ds.errors import ModelError
 from wfm_ds.models import tiny
 
+main = wfm_command("models tiny")
 TIMEOUT_S = 300
 WRITE_ALL = """
 import sys

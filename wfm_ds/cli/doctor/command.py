@@ -12,14 +12,14 @@ from pathlib import Path
 from wfm_ds.cli.doctor.finding import DoctorFinding
 from wfm_ds.cli.sampling_options import parse_positive
 from wfm_ds.errors import UserError
-from wfm_ds.program import USER_ERROR_CODE, CommandParser, run_command
+from wfm_ds.program import USER_ERROR_CODE, CommandParser
 
 MASTER_PORT = 29500  # the DeepSpeed launcher's default for runs on several machines
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def parser() -> CommandParser:
-    p = CommandParser(prog="wfm doctor", description="Check the machine and the requirements of a recipe before a run.")
+    p = CommandParser(description="Check the machine and the requirements of a recipe before a run.")
     p.add_argument("recipe", nargs="?", type=Path, help="YAML recipe (default: check the machine only)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe overrides")
     p.add_argument(
@@ -38,19 +38,13 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
     if args.fix:
         from wfm_ds.cli.doctor.deepspeed_script import run_fix
 
         return run_fix()
-    quiet_libraries()
     choose_accelerator()
     results = list(collect_findings(args))
     sys.stdout.write(format_json(results)) if args.json else print_table(results)

@@ -58,7 +58,6 @@ NONE = "none"
 
 def parser() -> CommandParser:
     p = CommandParser(
-        prog="wfm init",
         description="Write a recipe for your data and a model. On a terminal, it asks for missing options.",
         epilog="Example: %(prog)s --data my_pictures --model tiny:sd3 --out mine.yaml",
     )
@@ -81,9 +80,7 @@ def parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quiet_libraries
 
-    quiet_libraries()
     questions = Questions(can_ask=sys.stdin.isatty() and not args.yes)
     if args.out is not None:
         require_new_file(args.force, str(args.out))
