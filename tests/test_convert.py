@@ -17,7 +17,7 @@ from commands import wfm_command
 from folders import contents
 from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.checkpoint.store import COMPLETE
-from wfm_ds.cli import convert
+from wfm_ds.cli import conversion
 from wfm_ds.distributed import progress
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import adapter_settings, export_weights
@@ -143,7 +143,7 @@ def test_a_long_conversion_shows_that_it_runs(tmp_path, capsys, monkeypatch):
             shown.append(capsys.readouterr().err)
         return "done"
 
-    monkeypatch.setattr(convert, "convert_checkpoint", wait)
+    monkeypatch.setattr(conversion, "convert_checkpoint", wait)
     assert run(capsys, tmp_path, tmp_path / "out")[0] == 0
     assert f"converting {tmp_path}: 0:00 so far\n" in "".join(shown)
 

@@ -10,7 +10,8 @@ from safetensors.torch import save
 
 from each_case import check_each
 from wfm_ds.cli import evaluation_models
-from wfm_ds.cli.evaluate import fill_options, parse_names, parser
+from wfm_ds.cli.evaluate import parse_names, parser
+from wfm_ds.cli.evaluation_settings import fill_options
 from wfm_ds.cli.main import main
 from wfm_ds.recipe.file import load_stored_recipe
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from long_videos import NUM_CLIPS, NUM_VIDEOS, psnr_by_clip, write_long_videos
-from wfm_ds.cli import evaluate
+from wfm_ds.cli import model_comparison
 from wfm_ds.cli.main import main
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "world" / "nft.yaml"
@@ -39,7 +39,7 @@ def copy_with_other_weights(pipeline, out):
 
 def count_models(monkeypatch):
     """Return a list that receives the number of loaded models whenever `wfm evaluate` loads another one."""
-    models, counts, stock = [], [], evaluate.load_sampler
+    models, counts, stock = [], [], model_comparison.load_sampler
 
     def load_sampler(*args):
         counts.append(sum(model() is not None for model in models))
@@ -47,7 +47,7 @@ def count_models(monkeypatch):
         models.append(weakref.ref(sampler.model))
         return sampler
 
-    monkeypatch.setattr(evaluate, "load_sampler", load_sampler)
+    monkeypatch.setattr(model_comparison, "load_sampler", load_sampler)
     return counts
 
 

@@ -8,7 +8,7 @@ import torch
 from families import PROMPTS, change_json, copy_pipeline, load_tiny
 from wfm_ds.cli.call_defaults import fill_from_call
 from wfm_ds.cli.generate import parser
-from wfm_ds.cli.sampling_options import load_sampler
+from wfm_ds.cli.samplers import load_sampler
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry

@@ -6,14 +6,17 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wfm_ds.cli.sampling_options import check_options
 from wfm_ds.errors import UserError
+from wfm_ds.export.pipeline_folder import CALL_FILE, SCHEDULER_FILE, SCHEDULER_FOLDER, read_index
+from wfm_ds.models import registry
+from wfm_ds.models.assets.loading import read_call_defaults, read_json, read_max_sequence_length
+from wfm_ds.models.assets.released_repos import FEW_STEP_REPOS
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.even_scheduler import even_levels, find_even_shift
 from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_GUIDANCE_SCALE
-
-if TYPE_CHECKING:
-    from wfm_ds.models.base import DiffusionModel
 
 MAX_STEPS = 10_000  # as in recipes
 LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
@@ -28,11 +31,6 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
 
     Raises UserError for invalid values in call.json or in the scheduler's config, and for contradictory options.
     """
-    from wfm_ds.export.pipeline_folder import CALL_FILE, read_index
-    from wfm_ds.models import registry
-    from wfm_ds.models.assets.loading import read_call_defaults, read_max_sequence_length
-    from wfm_ds.models.assets.released_repos import FEW_STEP_REPOS
-
     folder = next((folder for folder in folders if (folder / CALL_FILE).is_file()), pipeline)
     call = read_call_defaults(folder)
     family, index = registry.find_family(pipeline, args.family), read_index(pipeline)
@@ -53,8 +51,11 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
         args.solver = settings.get("solver")
     if args.max_sequence_length is None:
         args.max_sequence_length = read_max_sequence_length(folder)
+    negative = call.get("negative_prompt")
     if args.negative_prompt is None and args.guidance > 1:
-        args.negative_prompt = read_negative_prompt(folder / CALL_FILE, call)
+        if not isinstance(negative, str | None):
+            raise UserError(f"{folder / CALL_FILE}: negative_prompt must be a text, got {negative!r}; correct it")
+        args.negative_prompt = negative
     has_guidance = args.embedded_guidance is None and call.get("guidance_scale") is not None
     if has_guidance and family.has_embedded_guidance(pipeline):
         args.embedded_guidance = require_number(folder / CALL_FILE, call, "guidance_scale", 0, math.inf)
@@ -67,8 +68,6 @@ def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError or TypeError if the noise levels are not evenly spaced or the number of steps is invalid.
     """
-    from wfm_ds.models.even_scheduler import even_levels
-
     sigmas = call.get("sigmas")
     steps = call.get("num_inference_steps") if sigmas is None else len(sigmas)
     if steps is None:
@@ -90,10 +89,6 @@ def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
     scheduler's noise levels are evenly spaced before the shift. The solver (`cps`) is returned only if the scheduler
     adds noise. Raises UserError for invalid numbers in the scheduler's config.
     """
-    from wfm_ds.export.pipeline_folder import SCHEDULER_FILE, SCHEDULER_FOLDER
-    from wfm_ds.models.assets.loading import read_json
-    from wfm_ds.models.even_scheduler import find_even_shift
-
     lora_file, pipeline_file = folder / SCHEDULER_FILE, folder / SCHEDULER_FOLDER / SCHEDULER_FILE
     file = lora_file if lora_file.is_file() else pipeline_file
     config = read_json(file) if file.is_file() else {}
@@ -117,13 +112,6 @@ def require_number(file: Path, config: Mapping[str, Any], name: str, low: float,
         bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
         raise UserError(f"{file}: {name} must be a number {bounds}, got {value!r}; correct it")
     return float(value)
-
-
-def read_negative_prompt(file: Path, call: Mapping[str, Any]) -> str | None:
-    negative = call.get("negative_prompt")
-    if negative is not None and not isinstance(negative, str):
-        raise UserError(f"{file}: negative_prompt must be a text, got {negative!r}; correct it")
-    return negative
 
 
 def read_guidance(call: Mapping[str, Any], family: type[DiffusionModel], index: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.cli.sampling_options import SampleClip
+from wfm_ds.cli.samplers import SampleClip
+from wfm_ds.data.datasets import TrainingData, load_data
 from wfm_ds.errors import UserError
-
-if TYPE_CHECKING:
-    from wfm_ds.data.datasets import TrainingData
-    from wfm_ds.evaluation.results import SampleScores
-    from wfm_ds.models.sampler import Sampler
-    from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.rollout.rewards import RewardClient, Scores
-    from wfm_ds.training.clip_scoring import GeneratedClip
-    from wfm_ds.training.validation_frames import ValidationSamples
-    from wfm_ds.types import Prompt
+from wfm_ds.evaluation.results import SampleScores
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.file import load_recipe
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout.rewards import RewardClient, Scores
+from wfm_ds.runs.model_loading import check_conditioning_frames, check_data_inputs
+from wfm_ds.training import validation_frames
+from wfm_ds.training.clip_scoring import ClipScoring, GeneratedClip, clip_id, merge_scores
+from wfm_ds.training.validation_frames import ValidationSamples
+from wfm_ds.types import Prompt
 
 MAX_SCORING_BATCH = 16  # samples or clips per reward request
 
 
 def load_data_recipe(path: Path) -> Recipe:
     """Load the recipe that --data names. Raises UserError if its validation samples are only texts."""
-    from wfm_ds.recipe.file import load_recipe
-
     recipe = load_recipe(path)
     has_images = recipe.algorithm.conditioning_frame_range[1] > 0 or recipe.data.media_inputs
     if not has_images or recipe.validation.prompts is not None:
@@ -49,8 +48,6 @@ class EvaluationData:
 
     @classmethod
     def load(cls, recipe: Recipe, args: argparse.Namespace) -> EvaluationData:
-        from wfm_ds.data.datasets import load_data
-
         size = {"height": args.height, "width": args.width, "num_frames": args.frames, "fps": args.fps}
         sampling = recipe.sampling.model_copy(update=size)
         validation = recipe.validation.model_copy(update={"clips": args.clips})
@@ -58,11 +55,6 @@ class EvaluationData:
         return cls(recipe, load_data(recipe))
 
     def choose_samples(self, sampler: Sampler) -> ValidationSamples:
-        import functools
-
-        from wfm_ds.runs.model_loading import check_conditioning_frames, check_data_inputs
-        from wfm_ds.training import validation_frames
-
         recipe, model = self.recipe, sampler.model
         try:
             check_data_inputs(recipe, model)
@@ -74,7 +66,7 @@ class EvaluationData:
         samples = validation_frames.choose_validation_samples(recipe, model, self.data, framing, layout)
         encode = functools.partial(validation_frames.encode_media, model, framing)
         uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
-        return validation_frames.ValidationSamples.from_data(
+        return ValidationSamples.from_data(
             recipe, sampler, samples, framing, layout, encode, keeps_recordings=uses_frames
         )
 
@@ -86,8 +78,6 @@ class SampleScoring:
     """
 
     def __init__(self, rewards: RewardClient, samples: ValidationSamples, sampler: Sampler, num_clips: int) -> None:
-        from wfm_ds.training.clip_scoring import ClipScoring
-
         self.rewards, self.samples, self.num_clips = rewards, samples, num_clips
         self.scoring = ClipScoring(
             sampler=sampler, layout=samples.layout, scorers=[rewards], recordings=samples.recordings
@@ -97,8 +87,6 @@ class SampleScoring:
         self._recorded: tuple[str, npt.NDArray[np.uint8] | str | None] = "", None  # prompt id and its recording
 
     def add(self, index: int, prompt: Prompt, clips: Sequence[SampleClip]) -> None:
-        from wfm_ds.training.clip_scoring import GeneratedClip
-
         recordings = self.samples.recordings
         if recordings is not None and self._recorded[0] != prompt.id:  # the seeds of a prompt follow each other
             self._recorded = prompt.id, recordings.load(prompt.id)
@@ -118,15 +106,11 @@ class SampleScoring:
             self.submit()
 
     def submit(self) -> None:
-        from wfm_ds.training.clip_scoring import merge_scores
-
         clips, self._clips = self._clips, []
         if clips:
             self._scores = merge_scores(self._scores, self.scoring.submit(clips))
 
     def collect(self, num_samples: int) -> list[SampleScores]:
         """Wait for the rewards, and return one list per clip number with the scores of all samples."""
-        from wfm_ds.training.clip_scoring import clip_id, merge_scores
-
         scores = merge_scores(self.rewards.wait(), self._scores)
         return [[scores[clip_id(str(i), k)] for i in range(num_samples)] for k in range(self.num_clips)]

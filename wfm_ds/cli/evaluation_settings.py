@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wfm_ds.cli.sampling_options import add_sampling_options
+from wfm_ds.cli.call_defaults import fill_from_call
+from wfm_ds.cli.evaluation_models import EvaluatedModel
+from wfm_ds.cli.evaluation_samples import EvaluationData
+from wfm_ds.cli.sampling_options import MAX_PROMPT_BATCH, MODEL_OPTIONS, SAMPLING_OPTIONS, add_sampling_options
 from wfm_ds.errors import UserError
-
-if TYPE_CHECKING:
-    from wfm_ds.cli.evaluation_models import EvaluatedModel
-    from wfm_ds.cli.evaluation_samples import EvaluationData
-    from wfm_ds.evaluation.results import ModelResults, TrainedRewards
-    from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
-    from wfm_ds.types import Prompt
-
-SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling` that provides its default}
-    "height": "height",
-    "width": "width",
-    "frames": "num_frames",
-    "fps": "fps",
-    "steps": "eval_steps",
-    "grid": "eval_grid",
-    "shift": "grid_shift",
-    "solver": "eval_solver",
-    "guidance": "guidance_scale",
-    "guidance_low": "guidance_scale_low",
-    "guidance_settings": "guidance",
-    "guidance_batch": "guidance_batch",
-    "negative_prompt": "negative_prompt",
-}
-MODEL_OPTIONS = (
-    *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
-    "embedded_guidance",
-)
-
-MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by default
+from wfm_ds.evaluation.results import ModelResults, TrainedRewards, scores_by_reward, unit_std_reward_recipe
+from wfm_ds.models import registry
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+from wfm_ds.training.reward_checks import check_reward_needs
+from wfm_ds.training.validation_frames import has_recorded_videos
+from wfm_ds.types import MASK, SOURCE, Prompt
+from wfm_reward import registry as rewards
 
 
 def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], recipe: Recipe | None) -> None:
@@ -47,9 +28,6 @@ def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], re
     model, the defaults of `wfm generate`. Raises UserError if the pipeline has no default size, or if options
     contradict each other.
     """
-    from wfm_ds.cli.call_defaults import fill_from_call
-    from wfm_ds.models import registry
-
     defaults = argparse.ArgumentParser()
     add_sampling_options(defaults)
     names = (*SAMPLING_OPTIONS, *MODEL_OPTIONS, "source_size")
@@ -97,13 +75,6 @@ def select_functions(
     Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for the same
     reward, or if a held-out reward was used for training.
     """
-    from wfm_ds.models import registry
-    from wfm_ds.recipe.sections import RewardFunction
-    from wfm_ds.training.reward_checks import check_reward_needs
-    from wfm_ds.training.validation_frames import has_recorded_videos
-    from wfm_ds.types import MASK, SOURCE
-    from wfm_reward import registry as rewards
-
     has_recordings = data is not None and has_recorded_videos(data.recipe, data.data)
     known: dict[str, RewardFunction] = {}
     for entry in entries:
@@ -168,9 +139,6 @@ def training_rewards(
 
     measured: names of all measured rewards. base: results of the base model.
     """
-    from wfm_ds.evaluation.results import TrainedRewards, scores_by_reward, unit_std_reward_recipe
-    from wfm_reward.registry import get_reward_class
-
     names = training_reward_names(recipe) if recipe is not None else list(args.rewards or [])
     measured_names = [name for name in names if name in measured]
     reward: RewardRecipe | None = None
@@ -179,6 +147,8 @@ def training_rewards(
         reward = recipe.reward.model_copy(update={"functions": functions})
     elif measured_names:
         reward = unit_std_reward_recipe(measured_names, scores_by_reward(base.samples, args.seeds))
-    backbones = {get_reward_class(name).backbone for name in names} - {""}
-    related = frozenset(name for name in measured if name not in names and get_reward_class(name).backbone in backbones)
+    backbones = {rewards.get_reward_class(name).backbone for name in names} - {""}
+    related = frozenset(
+        name for name in measured if name not in names and rewards.get_reward_class(name).backbone in backbones
+    )
     return TrainedRewards(names=names, reward=reward, related=related)

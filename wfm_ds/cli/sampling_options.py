@@ -1,39 +1,61 @@
-"""Sampling options of `wfm generate` and `wfm evaluate`, and the sampler that they describe."""
+"""Sampling options of `wfm generate` and `wfm evaluate`."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from wfm_ds.errors import UserError
 from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAULT_GUIDANCE_SCALE, AttentionName
 from wfm_ds.seeds import MAX_SEED
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-
-    from wfm_ds.data.clip_layout import ClipLayout
-    from wfm_ds.models.base import DiffusionModel
-    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.source_images import SourceSize
-    from wfm_ds.monitoring.samples import GeneratedSample
-    from wfm_ds.recipe.sampling import GuidanceRecipe, SamplingRecipe
-    from wfm_ds.types import ConditioningFrames, Prompt
+    from wfm_ds.recipe.sampling import GuidanceRecipe
 
-FORWARD_PURPOSE = "sample"  # name under which the forward passes of the sampler are counted
+Value = TypeVar("Value")
 SHARED_KEYS = ("family", "revision", "guardrail", "prompt_template", "embedded_guidance", "attention")
 KEY_OPTIONS = {
     **{f"model.{key}": f"--{key.replace('_', '-')}" for key in SHARED_KEYS},
     **{"model.path": "--model", "sampling.guidance_scale": "--guidance"},
     **{"sampling.eval_grid": "--grid", "sampling.grid_shift": "--shift"},
 }
+SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling`}
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "fps": "fps",
+    "steps": "eval_steps",
+    "grid": "eval_grid",
+    "shift": "grid_shift",
+    "solver": "eval_solver",
+    "guidance": "guidance_scale",
+    "guidance_low": "guidance_scale_low",
+    "guidance_settings": "guidance",
+    "guidance_batch": "guidance_batch",
+    "negative_prompt": "negative_prompt",
+}
+MODEL_OPTIONS = (  # options that are keys of the recipe section `model`
+    *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
+    "embedded_guidance",
+)
+MAX_PROMPT_BATCH = 8  # samples of a prompt that wfm evaluate generates together by default
 MAX_DIGITS = 7  # maximum digits of seeds, steps, frames and other counts
+
+
+def argument_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Return a type for add_argument whose message for an invalid argument is that of the ValueError of `parse`."""
+
+    def parse_argument(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_argument
 
 
 def parse_natural(text: str) -> int:
@@ -233,183 +255,3 @@ def require_empty(folder: Path) -> None:
         return
     if folder.exists():
         raise UserError(f"{folder} is not empty: choose another --out, or empty it")
-
-
-def memory_advice(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Return the options to change if generation runs out of memory, cheapest first."""
-    joint = ["--guidance-batch separate"] if args.guidance_batch == "joint" else []
-    batch = [f"--batch below {args.batch}"] if args.batch > 1 else []
-    vae = ["--vae-dtype bfloat16"] if args.vae_dtype == "float32" else []
-    dtype = [] if is_low_precision(args, device) else ["--dtype bfloat16"]
-    return [*joint, *batch, *vae, *dtype, "--height, --width or --frames"]
-
-
-def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
-    return args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
-
-
-def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
-    """Load the model and its LoRA, and return a sampler with the settings in `args`.
-
-    args: filled by `call_defaults.fill_from_call`. inputs: names of the conditioning inputs that the user sets. Raises
-    UserError if the settings do not fit the model.
-    """
-    import torch
-
-    from wfm_ds.checkpoint.adapter_loading import load_adapter
-    from wfm_ds.engine import attention_kernels
-    from wfm_ds.engine.block_compilation import compile_blocks
-    from wfm_ds.models import registry
-    from wfm_ds.models.assets.loading import select_device
-    from wfm_ds.models.assets.text_cache import TextCache
-    from wfm_ds.models.sampler import CountingForward, Sampler
-    from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, GuidanceRecipe, SamplingRecipe
-
-    device = select_device(args.device)
-    dtype = torch.bfloat16 if is_low_precision(args, device) else torch.float32
-    model = registry.load_model(
-        args.model or args.pipeline,
-        dtype=dtype,
-        device=device,
-        vae_dtype=torch.bfloat16 if args.vae_dtype == "bfloat16" else torch.float32,
-        user_family=args.family,
-        revision=args.revision,
-        max_sequence_length=args.max_sequence_length,
-        prompt_template=args.prompt_template,
-        guardrail=args.guardrail,
-        fps=args.fps,
-        inputs=inputs,
-        embedded_guidance=args.embedded_guidance,
-        source_size=args.source_size or "target",
-    )
-    if args.guidance_low is not None and len(model.sigma_ranges) == 1:
-        raise UserError(f"--guidance-low: {model.path} has no second expert; omit it")
-    if args.lora is not None:
-        load_adapter(model, args.lora)
-    attention_kernels.use_kernel(
-        model.denoiser, attention_kernels.choose_kernel(args.attention, model.denoiser, dtype, device, trains=False)
-    )
-    if args.compile:
-        compile_blocks(model.denoiser, model.block_classes)
-    settings = SamplingRecipe(
-        height=args.height,
-        width=args.width,
-        num_frames=args.frames,
-        fps=args.fps,
-        eval_steps=args.steps,
-        eval_grid=args.grid,
-        grid_shift=args.shift,
-        eval_solver=args.solver,
-        solver="cps" if args.solver == "cps" else "ode",
-        noise_level=CPS_EVAL_NOISE if args.solver == "cps" else None,
-        guidance_scale=args.guidance,
-        guidance_scale_low=args.guidance_low,
-        guidance=args.guidance_settings or GuidanceRecipe(),
-        guidance_batch=args.guidance_batch,
-        negative_prompt=args.negative_prompt,
-    )
-    forward = CountingForward(model.denoise)
-    joint_rows = {FORWARD_PURPOSE: 2 * args.batch} if args.guidance_batch == "joint" else {}
-    sampler = Sampler(
-        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows=joint_rows
-    )
-    try:
-        _ = sampler.latent_shape
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    check_source_size(model, settings)
-    sampler.evaluation_plan()
-    model.check_sampling(settings)
-    return sampler
-
-
-def check_source_size(model: DiffusionModel, settings: SamplingRecipe) -> None:
-    """Raise UserError if the model has source images, but cannot encode images of their size."""
-    from wfm_ds.types import SOURCES
-
-    if model.input_names.isdisjoint(SOURCES):
-        return
-    height, width = model.source_image_size(settings.height, settings.width)
-    try:
-        model.latent_shape(height, width)
-    except ValueError as error:
-        raise UserError(f"--source-size: {height}x{width}: {error}") from error
-
-
-def choose_layout(sampler: Sampler, num_clips: int, num_latents: int = 1) -> ClipLayout:
-    """Return the layout of a sample's clips. num_latents: see choose_clip_layout.
-
-    Raises UserError if the model cannot continue a clip.
-    """
-    from wfm_ds.data.clip_layout import ClipLayout
-    from wfm_ds.models.clips import choose_clip_layout
-
-    if num_clips == 1:
-        return ClipLayout(sampler.settings.num_frames)
-    try:
-        return choose_clip_layout(sampler.model, sampler.settings, num_latents)
-    except UserError as error:
-        raise UserError(f"--clips: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class SampleClip:
-    """One clip of a generated sample. An image counts as one clip."""
-
-    prompt: Prompt  # with the inputs of this clip
-    pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [F,H,W,3]
-    is_finite: bool  # False if the latents of this or an earlier clip were not finite
-    sound: npt.NDArray[np.float32] | None  # [channels, samples] of a video with sound
-
-
-def iterate_samples(
-    sampler: Sampler,
-    items: Sequence[tuple[Prompt, int]],
-    batch: int,
-    load_frames: Callable[[Sequence[Prompt]], ConditioningFrames] | None = None,
-    layout: ClipLayout | None = None,
-    num_clips: int = 1,
-) -> Iterator[tuple[GeneratedSample, list[SampleClip]]]:
-    """Yield (sample, its clips) in the order of `items`.
-
-    items: (prompt, seed) of each sample. load_frames: function that returns conditioning frames. layout: needed if
-    num_clips is above 1. The inputs of a prompt, such as actions, must cover all its clips.
-    """
-    from wfm_ds.chunks import split_into_chunks
-    from wfm_ds.data.clip_layout import ClipLayout
-    from wfm_ds.models.clips import generate_clips
-    from wfm_ds.monitoring.samples import GeneratedSample, select_images
-
-    settings, plan = sampler.settings, sampler.evaluation_plan()
-    layout = layout or ClipLayout(settings.num_frames)
-    fps = settings.fps if sampler.model.is_video else None
-    for part in split_into_chunks(items, batch):
-        prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        frames = None if load_frames is None else load_frames(prompts)
-        clips = list(generate_clips(sampler, FORWARD_PURPOSE, prompts, seeds, plan, layout, num_clips, frames))
-        # a sample with sound has only one clip
-        videos, sound = layout.join([clip.pixels for clip in clips]), clips[0].sound
-        for i, (prompt, seed) in enumerate(part):
-            sample = GeneratedSample(
-                prompt=prompt.text,
-                prompt_id=prompt.id,
-                seed=seed,
-                pixels=videos[i],
-                fps=fps,
-                images=select_images(prompt),
-                sound=None if sound is None else sound[i],
-                sound_rate=sampler.model.sound_rate,
-            )
-            yield (
-                sample,
-                [SampleClip(clip.prompts[i], clip.pixels[i], clip.is_finite[i], sample.sound) for clip in clips],
-            )
-
-
-def sampling_summary(settings: SamplingRecipe) -> str:
-    scales = f"guidance {settings.guidance_scale:g}"
-    if settings.guidance_scale_low is not None:
-        scales += f" and {settings.guidance_scale_low:g}"
-    frames = f", {settings.num_frames} frames at {settings.fps:g} fps" if settings.num_frames > 1 else ""
-    levels = " at even noise levels" if settings.eval_grid == "even" else ""
-    return f"{settings.eval_steps} steps{levels}, {scales}, {settings.width} x {settings.height}{frames}"
