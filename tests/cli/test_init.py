@@ -14,7 +14,7 @@ from PIL import Image
 
 from clips import write_clip
 from each_case import check_each
-from wfm_ds.cli.init import command, sections
+from wfm_ds.cli.init import dialog, sections
 from wfm_ds.cli.init.data_summary import DataSummary
 from wfm_ds.cli.init.model_summary import PipelineSummary, read_pipeline
 from wfm_ds.cli.main import main
@@ -400,10 +400,10 @@ def test_a_single_sample_is_not_held_out():
 
 
 def test_every_suggestion_exists():
-    for model in {name for names in command.MODELS.values() for name in names}:
+    for model in {name for names in dialog.MODELS.values() for name in names}:
         assert find_tiny_family(model)
-        assert model.startswith("tiny:") or model in RELEASED_REPOS or model in command.MODELS["conversations"]
-    for suggestions in (command.REWARDS, command.HELD_OUT_REWARDS):
+        assert model.startswith("tiny:") or model in RELEASED_REPOS or model in dialog.MODELS["conversations"]
+    for suggestions in (dialog.REWARDS, dialog.HELD_OUT_REWARDS):
         for kind, names in suggestions.items():
             assert all(kind in rewards.get_reward_class(name).media_types for name in names)
 

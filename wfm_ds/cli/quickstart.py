@@ -7,6 +7,7 @@ of the demo `digits`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -27,8 +28,15 @@ from wfm_ds.recipe import shipped_recipes
 MARKER_FILE = "QUICKSTART"
 SHOWN_LINE = re.compile(r"\d\d:\d\d:\d\d (?:INFO (step .*)|((?:WARNING|ERROR|CRITICAL) .*))")
 """Lines of a training log that the quickstart shows: progress, evaluations, warnings and errors."""
+DEMO_CLASSES = {  # {demo: its module in wfm_ds.demos and its class, which are slow to import}
+    "digits": "digits:DigitsDemo",
+    "shapes": "shapes:ShapesDemo",
+    "actions": "actions:ActionsDemo",
+    "long": "long_actions:LongActionsDemo",
+    "edits": "edits:EditsDemo",
+}
 FEW_STEPS = "fewstep"  # starts from the result of the demo digits
-DEMOS = ("digits", "shapes", "actions", "long", "edits", FEW_STEPS)
+DEMOS = (*DEMO_CLASSES, FEW_STEPS)
 OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {value of --world, the former option: demo}
 
 
@@ -145,25 +153,9 @@ def is_rl_recipe(path: Path) -> bool:
 
 
 def load_demo(name: str) -> Demo:
-    if name == "digits":
-        from wfm_ds.demos.digits import DigitsDemo
-
-        return DigitsDemo()
-    if name == "actions":
-        from wfm_ds.demos.actions import ActionsDemo
-
-        return ActionsDemo()
-    if name == "long":
-        from wfm_ds.demos.long_actions import LongActionsDemo
-
-        return LongActionsDemo()
-    if name == "edits":
-        from wfm_ds.demos.edits import EditsDemo
-
-        return EditsDemo()
-    from wfm_ds.demos.shapes import ShapesDemo
-
-    return ShapesDemo()
+    module, _, class_name = DEMO_CLASSES[name].partition(":")
+    demo: Demo = getattr(importlib.import_module(f"wfm_ds.demos.{module}"), class_name)()
+    return demo
 
 
 def prepare_folder(demo: Demo, folder: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -20,21 +19,16 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
 
 
-@dataclass(frozen=True, slots=True)
-class FewStepCall:
-    """A pipeline call: all arguments except prompts and inputs, and the components that the pipeline needs."""
-
-    arguments: Mapping[str, Any]
-    scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: the pipeline's own scheduler
-    guider: Mapping[str, Any] | None = None  # content of guider_config.json; None: the pipeline has no guider
+Config: TypeAlias = Mapping[str, Any]
 
 
-def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
-    """Return the pipeline call for evenly spaced noise levels.
+def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> tuple[Config, Config | None, Config | None]:
+    """Return the pipeline call for evenly spaced noise levels: (arguments, scheduler config, guider config).
 
-    The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler with these
-    levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise. If the pipeline has a
-    guider, one with the recipe's guidance scale replaces it.
+    The arguments are all except prompts and inputs. A config is None if the pipeline keeps its own scheduler, or if it
+    has no guider. The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler
+    with these levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise. If the
+    pipeline has a guider, one with the recipe's guidance scale replaces it.
     Raises ModelError if plain diffusers cannot use the levels or the guidance.
     """
     pipeline, num_steps = model.pipeline, sampling.eval_steps
@@ -57,29 +51,22 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
     else:
         shift = sampling.grid_shift or model.flow_shift(sampling)
         scheduler = build_even_scheduler(shift, num_steps, config.num_train_timesteps, stochastic_sampling=adds_noise)
-    levels = {name: value for name, value in arguments.items() if name == "sigmas"}
-    drawn = read_sigmas(
-        scheduler or pipeline.scheduler, num_steps, {**model.schedule_arguments(shape, num_steps), **levels}
-    )
+    levels = {"sigmas": arguments["sigmas"]} if "sigmas" in arguments else {}
+    schedule = {**model.schedule_arguments(shape, num_steps), **levels}
+    drawn = read_sigmas(scheduler or pipeline.scheduler, num_steps, schedule)
     if not torch.allclose(drawn, sigmas, rtol=0, atol=SIGMA_ERROR):
         raise ModelError(
             f"{model.path}: {type(pipeline).__name__} of diffusers cannot use the even noise levels of {num_steps} "
             "steps: set sampling.eval_grid: stock"
         )
-    arguments |= _guidance_arguments(model, sampling)
-    if sampling.negative_prompt is not None and sampling.uses_guidance() and "negative_prompt" in parameters:
-        arguments["negative_prompt"] = sampling.negative_prompt
-    stored_scheduler = None if scheduler is None else json.loads(scheduler.to_json_string())
-    return FewStepCall(arguments, stored_scheduler, model.guider_config(sampling.guidance_scale))
-
-
-def _guidance_arguments(model: DiffusionModel, sampling: SamplingRecipe) -> dict[str, Any]:
-    """Return the arguments for guidance, size and text. Raises ModelError if diffusers cannot use the guidance."""
-    size = sampling.height, sampling.width, sampling.num_frames
     try:
-        arguments = model.pipeline_call_kwargs(sampling.guidance_scale, *size)
+        size = sampling.height, sampling.width, sampling.num_frames
+        arguments |= model.pipeline_call_kwargs(sampling.guidance_scale, *size)
     except ValueError as error:
         raise ModelError(f"{model.path}: {error}: change sampling.guidance_scale") from error
     if sampling.guidance_scale_low is not None:
         arguments[model.guidance_arguments[1]] = sampling.guidance_scale_low
-    return arguments
+    if sampling.negative_prompt is not None and sampling.uses_guidance() and "negative_prompt" in parameters:
+        arguments["negative_prompt"] = sampling.negative_prompt
+    stored_scheduler = None if scheduler is None else json.loads(scheduler.to_json_string())
+    return arguments, stored_scheduler, model.guider_config(sampling.guidance_scale)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
-
-from torch import Tensor
 
 from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_file import LoraSource, WeightReader
 from wfm_ds.export.pipeline_folder import pipeline_components, read_index
-from wfm_ds.export.target import ExportTarget, FolderWeights
+from wfm_ds.export.target import FolderWeights
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import LoraNameTable
@@ -50,8 +47,4 @@ def denoiser_parts(base: Path) -> tuple[str, ...]:
 
 def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
     """Return a function that maps a denoiser component to its `WeightReader`."""
-    return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
-
-
-def _read_weight(stored: FolderWeights, module: str) -> Tensor:
-    return stored.read_tensor(f"{module}.weight")
+    return lambda part: FolderWeights(base / part).read_weight

@@ -76,11 +76,6 @@ class LoraSource:
             self.whole_layers[part] = whole_layers | read_whole_layers(file.parent, part)
 
     @property
-    def base_model(self) -> str | None:
-        """The base model that adapter_config.json names, or None."""
-        return None if self.config is None else self.config.get("base_model_name_or_path")
-
-    @property
     def settings(self) -> dict[str, Any]:
         return lora_settings(self.layers, self.whole_layers, self.config)
 

@@ -20,10 +20,7 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.storage import atomic
 
-EXPERT_SUFFIXES = {
-    "transformer": "high_noise",
-    "transformer_2": "low_noise",
-}  # {component: name of the expert in file names}
+EXPERT_SUFFIXES = {"transformer": "high_noise", "transformer_2": "low_noise"}  # in file names
 
 
 def write_layout(
@@ -51,18 +48,16 @@ def write_layout(
     for part, layers in source.layers.items():
         read_weight = None if weight is None else weight(part)
         written_layers = {name: layer.bake_alpha() for name, layer in layers.items()} if bake_alpha else layers
-        tensors = (
-            kohya_tensors(written_layers, family)
-            if layout == "kohya"
-            else comfyui_tensors(written_layers, family, read_weight)
-        )
+        if layout == "kohya":
+            tensors = kohya_tensors(written_layers, family)
+        else:
+            tensors = comfyui_tensors(written_layers, family, read_weight)
         if bake_alpha:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
         with atomic.new_file(files[part]) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
             written = LoraSource(temporary, LoraNameTable(family.lora_layer_names), _for_any_part(read_weight))
-            read_layers = written.layers[LORA_PREFIX]
-            if not is_same_update(layers, read_layers):
+            if not is_same_update(layers, written.layers[LORA_PREFIX]):
                 raise ModelError(
                     f"{files[part]}: layout {layout} cannot represent the update of {source.path}: not written"
                 )
@@ -90,10 +85,10 @@ def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str,
     the original (non-diffusers) model, or diffusers' name if kohya's trainer for the family uses diffusers' names. The
     DoRA magnitude is stored as `dora_scale` [outputs, 1], as in LyCORIS.
     """
-    if family.kohya_uses_diffusers_names:
-        _require_original_names(layers, family)
+    _require_original_names(layers, family)
+    named = layers if family.kohya_uses_diffusers_names else _original_layers(layers, family)
     tensors: dict[str, Tensor] = {}
-    for module, layer in (layers if family.kohya_uses_diffusers_names else original_layers(layers, family)).items():
+    for module, layer in named.items():
         tensors |= layer_tensors(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
     return tensors
 
@@ -107,11 +102,10 @@ def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: We
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
-    uses_diffusers_names = family.comfyui_prefix == LORA_PREFIX
-    if uses_diffusers_names:
-        _require_original_names(layers, family)
+    _require_original_names(layers, family)
+    named = layers if family.comfyui_prefix == LORA_PREFIX else _original_layers(layers, family)
     tensors: dict[str, Tensor] = {}
-    for module, layer in (layers if uses_diffusers_names else original_layers(layers, family)).items():
+    for module, layer in named.items():
         tensors |= layer_tensors(layer, f"{family.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
     return tensors
 
@@ -139,12 +133,8 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
     )
 
 
-def original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLayers:
-    """Convert diffusers layers to layers of the original (non-diffusers) model, which may fuse several of them.
-
-    Raises ModelError for layers that are not in the family's name table.
-    """
-    _require_original_names(layers, family)
+def _original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLayers:
+    """Convert diffusers layers to layers of the original (non-diffusers) model, which may fuse several of them."""
     table = LoraNameTable(family.lora_layer_names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
     sizes: dict[str, tuple[int, ...]] = {}

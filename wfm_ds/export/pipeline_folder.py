@@ -75,7 +75,11 @@ def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not _try_link(source, target):
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in UNLINKABLE_ERRORS:
+                raise
             shutil.copy2(source, target)
             copied, copied_bytes = copied + 1, copied_bytes + target.stat().st_size
     if copied:
@@ -110,13 +114,3 @@ def _list_files(folder: Path) -> Iterator[Path]:
         raise ModelError(f"{folder}: the model index lists this component, but the folder does not exist")
     for directory, _, names in os.walk(folder, followlinks=True):
         yield from (Path(directory, name) for name in sorted(names))
-
-
-def _try_link(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in UNLINKABLE_ERRORS:
-            raise
-        return False
-    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,9 +67,8 @@ class ExportTarget:
         }
         scheduler = guider = None
         if sampling is not None and sampling.eval_grid == "even":
-            few_steps = build_few_step_call(model, sampling)
-            call_arguments |= few_steps.arguments
-            scheduler, guider = few_steps.scheduler, few_steps.guider
+            arguments, scheduler, guider = build_few_step_call(model, sampling)
+            call_arguments |= arguments
         parts, frozen = tuple(model.denoiser_components), tuple(model.unused_parameter_patterns)
         return cls(base, parts, call_arguments, frozen, scheduler, guider)
 
@@ -151,6 +149,9 @@ class FolderWeights:
         self._single_file = f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"
         self._file_of = read_weight_map(index) if index.is_file() else None
 
+    def read_weight(self, module: str) -> Tensor:
+        return self.read_tensor(f"{module}.weight")
+
     def read_tensor(self, name: str) -> Tensor:
         """Return the tensor with this name. Raises ModelError if the tensor cannot be read."""
         file = self._single_file if self._file_of is None else self._file_of.get(name, name)
@@ -161,8 +162,3 @@ class FolderWeights:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{name} cannot be read from {self.folder} ({error}); copy the pipeline again") from error
         return tensor
-
-
-def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the base folder's call.json as text, with `arguments` added."""
-    return json.dumps(read_call_json(base) | dict(arguments))

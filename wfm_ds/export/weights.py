@@ -30,8 +30,9 @@ from wfm_ds.export.pipeline_folder import (
     replace_component,
     write_json,
 )
-from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget, call_json
+from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget
 from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
+from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def export_weights(
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
-    result = out / LORA_FOLDER if source.uses_lora else out
+    result, replaced = out / LORA_FOLDER if source.uses_lora else out, target.replaced_configs
     stream = source.iter_full_tensors(policy)
     if not is_main:
         exhaust_stream(stream)
@@ -117,10 +118,9 @@ def export_weights(
                 adapters, folder = _group_by_part(check_tensors(stream), target.parts), temporary / LORA_FOLDER
                 write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not for_workers)
                 _write_call_arguments(target, folder)
-                for name, config in target.replaced_configs.items():
+                for name, config in replaced.items():
                     write_json(folder / REPLACEABLE_CONFIGS[name], config)
             else:
-                replaced = target.replaced_configs
                 link_unchanged_files(target.base, temporary, changed=(*target.parts, *replaced))
                 _write_call_arguments(target, temporary)
                 for name, config in replaced.items():
@@ -135,7 +135,8 @@ def export_weights(
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
     if target.call_arguments:
         # write_text replaces the file. If it is a hard link, the base model's call.json does not change.
-        atomic.write_text(folder / CALL_FILE, call_json(target.base, target.call_arguments))
+        call = read_call_json(target.base) | dict(target.call_arguments)
+        atomic.write_text(folder / CALL_FILE, json.dumps(call))
 
 
 @contextlib.contextmanager
@@ -235,7 +236,9 @@ def write_lora(
         adapter = {diffusers_name(name): tensor for name, tensor in copies.items()}
         expected = None if shapes is None else shapes(part)
         check_adapter(adapter, expected, settings, warn_no_effect)
-        check_whole_layers(saved, expected)
+        for name, tensor in saved.items():
+            if expected is not None and expected.get(name) != tensor.shape:
+                raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
         files = {LORA_FILES[part]: {f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}}
         for name, values in (files | ({WHOLE_LAYER_FILES[part]: saved} if saved else {})).items():
             save_file(values, folder / name, metadata=header if name in files else {"format": "pt"})
@@ -258,13 +261,6 @@ def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
-
-
-def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
-    """Raise ModelError if a tensor of the fully trained layers does not fit the denoiser."""
-    for name, tensor in layers.items():
-        if expected is not None and expected.get(name) != tensor.shape:
-            raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
 
 
 def check_adapter(

@@ -10,6 +10,7 @@ from wfm_ds.errors import RecipeError
 
 SFT, NFT, DDRL, WFM_SFT = "SFT", "DiffusionNFT", "DDRL", "SFT of the wfm mode"
 VLM_SFT = "SFT of a vision-language model"
+POLICY = "train.train_policy"  # a table
 
 
 class NoCounterpart(RecipeError):

@@ -13,9 +13,9 @@ from typing import Any
 
 from wfm_ds.migrate import diffusers_values as diffusion
 from wfm_ds.migrate import language_values as vlm
-from wfm_ds.migrate import rewards, run_length
+from wfm_ds.migrate import rewards
 from wfm_ds.migrate import wfm_values as wfm
-from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, ValueConverter, choice_converter
+from wfm_ds.migrate.config import DDRL, NFT, POLICY, SFT, VLM_SFT, WFM_SFT, ValueConverter, choice_converter
 from wfm_ds.migrate.rewards import WFM_REWARD
 from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
@@ -42,8 +42,9 @@ class KeyMapping:
         return (self.recipe_key,) if isinstance(self.recipe_key, str) else self.recipe_key
 
 
-REMOTE_REWARD = "train.train_policy.remote_reward"
-WFM_REMOTE_REWARD = f"{WFM_REWARD}.remote_reward"
+REMOTE_REWARD = f"{POLICY}.remote_reward"
+WFM_REMOTE = f"{WFM_REWARD}.remote_reward"
+SAMPLE, PARALLELISM = "policy.diffusers.sample", "policy.parallelism"
 WEB_DATA = f"{VIDEO_DATA}.dataloader"
 BATCH_KEYS = ("engine.micro_batch_size", "engine.max_forward_batch")
 SIZE_KEYS = ("sampling.height", "sampling.width")
@@ -65,10 +66,10 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("policy.lora.lora_dropout", "lora.dropout"),
         KeyMapping("policy.lora.use_rslora", "lora.rslora"),
         KeyMapping("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
-        KeyMapping("policy.parallelism.dp_shard_size", "engine.deepspeed", diffusion.zero_stage, default=1),
-        KeyMapping("policy.parallelism.dp_replicate_size", "engine.deepspeed", diffusion.zero_stage, default=1),
+        KeyMapping(f"{PARALLELISM}.dp_shard_size", "engine.deepspeed", diffusion.zero_stage, default=1),
+        KeyMapping(f"{PARALLELISM}.dp_replicate_size", "engine.deepspeed", diffusion.zero_stage, default=1),
         KeyMapping("train.fsdp_offload", "engine.deepspeed", diffusion.zero_stage, default=False),
-        KeyMapping("train.train_policy.mini_batch", "engine.micro_batch_size", default=2),
+        KeyMapping(f"{POLICY}.mini_batch", "engine.micro_batch_size", default=2),
         KeyMapping("train.optm_grad_norm_clip", "engine.max_grad_norm", default=1.0),
         KeyMapping("train.optm_name", "optimizer.name", choice_converter({"AdamW": "adamw"})),
         KeyMapping("train.optm_lr", "optimizer.lr", diffusion.learning_rate, default=1e-6),
@@ -78,8 +79,8 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("train.optm_warmup_steps", "optimizer.warmup_steps", diffusion.warmup_steps, default=20),
         KeyMapping("train.optm_decay_type", "optimizer.schedule", diffusion.lr_schedule),
         KeyMapping("train.optm_min_lr_factor", "optimizer.final_lr_fraction"),
-        KeyMapping("train.max_num_steps", "run.steps", run_length.run_steps),
-        KeyMapping("train.epoch", "run.steps", run_length.run_steps, default=1),
+        KeyMapping("train.max_num_steps", "run.steps", diffusion.run_steps),
+        KeyMapping("train.epoch", "run.steps", diffusion.run_steps, default=1),
         KeyMapping("train.output_dir", "run.output_dir", default="./outputs"),
         KeyMapping("train.seed", "run.seed"),
         KeyMapping("train.resume", "run.resume", diffusion.resume_mode, default=False),
@@ -92,12 +93,12 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("validation.val_before_train", "validation.at_start", diffusion.validate_at_start, default=False),
         KeyMapping("logging.logger", ("logging.console", "logging.trackers"), diffusion.logging_outputs),
         KeyMapping("logging.project_name", "logging.project"),
-        KeyMapping("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
+        KeyMapping(f"{POLICY}.dataloader_shuffle", "data.shuffle", default=True),
     ),
     DIFFUSERS_MODES: (
         KeyMapping("policy.diffusers.max_prompt_length", "model.max_sequence_length", default=300),
         KeyMapping("policy.diffusers.training_dtype", "model.dtype", DTYPE),
-        KeyMapping("policy.parallelism.cp_size", "engine.sequence_parallel", default=1),
+        KeyMapping(f"{PARALLELISM}.cp_size", "engine.sequence_parallel", default=1),
         KeyMapping("train.ema_enable", "ema.decay", diffusion.ema_decay, default=False),
         KeyMapping("train.ema_decay", "ema.decay", diffusion.require_ema, default=0.9999),
         KeyMapping("train.ema_update_step_interval", "ema.every", diffusion.ema_interval, default=0),
@@ -107,9 +108,7 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("policy.diffusers.inference_size", SIZE_KEYS, lambda v, _: v, default=[1024, 1024]),
         KeyMapping("policy.diffusers.train_frames", "sampling.num_frames", diffusion.num_frames, default=41),
         KeyMapping("policy.diffusers.inference_frames", "sampling.num_frames", diffusion.inference_frames),
-        KeyMapping(
-            "policy.diffusers.sample.guidance_scale", "sampling.guidance_scale", diffusion.guidance_scale, default=4.5
-        ),
+        KeyMapping(f"{SAMPLE}.guidance_scale", "sampling.guidance_scale", diffusion.guidance_scale, default=4.5),
     ),
     (SFT, VLM_SFT): (
         KeyMapping(
@@ -117,9 +116,9 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         ),
     ),
     (SFT,): (
-        KeyMapping("train.train_policy.dataset.local_dir", "data.path"),
-        KeyMapping("train.train_policy.dataset.test_size", "validation.holdout"),
-        KeyMapping("policy.diffusers.sample.num_steps", "sampling.eval_steps", default=40),
+        KeyMapping(f"{POLICY}.dataset.local_dir", "data.path"),
+        KeyMapping(f"{POLICY}.dataset.test_size", "validation.holdout"),
+        KeyMapping(f"{SAMPLE}.num_steps", "sampling.eval_steps", default=40),
         KeyMapping("policy.diffusers.weighting_scheme", "algorithm.timestep_density", diffusion.timestep_density),
         KeyMapping("policy.diffusers.logit_mean", "algorithm.logit_mean"),
         KeyMapping("policy.diffusers.logit_std", "algorithm.logit_std"),
@@ -127,42 +126,27 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
     ),
     (NFT,): (
         KeyMapping("train.train_batch_per_replica", "rollout.prompts_per_step", diffusion.prompts_per_step, default=8),
-        KeyMapping(
-            "policy.parallelism.n_init_replicas", "rollout.prompts_per_step", diffusion.prompts_per_step, default=1
-        ),
+        KeyMapping(f"{PARALLELISM}.n_init_replicas", "rollout.prompts_per_step", diffusion.prompts_per_step, default=1),
         KeyMapping("rollout.n_generation", "rollout.group_size", default=16),
         KeyMapping("rollout.n_generation_mini_batch", "engine.max_forward_batch"),
-        KeyMapping("train.train_policy.dataset.name", ("data.name", "data.path"), lambda name, _: (name, name)),
-        KeyMapping("train.train_policy.dataset.local_dir", "data.path"),
-        KeyMapping("train.train_policy.dataset.split", "data.split", diffusion.data_split),
-        KeyMapping("policy.diffusers.sample.num_steps", "sampling.steps", default=40),
-        KeyMapping("policy.diffusers.sample.eval_num_steps", "sampling.eval_steps", default=40),
-        KeyMapping("policy.diffusers.sample.solver", "sampling.solver", diffusion.sampling_solver, default="dpm2"),
-        KeyMapping(
-            "policy.diffusers.sample.deterministic_sampling",
-            "sampling.solver",
-            diffusion.sampling_solver,
-            default=False,
-        ),
-        KeyMapping("policy.diffusers.sample.noise_level", "sampling.noise_level", diffusion.noise_level, default=1.0),
+        KeyMapping(f"{POLICY}.dataset.name", ("data.name", "data.path"), lambda name, _: (name, name)),
+        KeyMapping(f"{POLICY}.dataset.local_dir", "data.path"),
+        KeyMapping(f"{POLICY}.dataset.split", "data.split", diffusion.data_split),
+        KeyMapping(f"{SAMPLE}.num_steps", "sampling.steps", default=40),
+        KeyMapping(f"{SAMPLE}.eval_num_steps", "sampling.eval_steps", default=40),
+        KeyMapping(f"{SAMPLE}.solver", "sampling.solver", diffusion.sampling_solver, default="dpm2"),
+        KeyMapping(f"{SAMPLE}.deterministic_sampling", "sampling.solver", diffusion.sampling_solver, default=False),
+        KeyMapping(f"{SAMPLE}.noise_level", "sampling.noise_level", diffusion.noise_level, default=1.0),
         KeyMapping("policy.diffusers.timesteps_fraction", "algorithm.timestep_fraction", default=1.0),
         KeyMapping("policy.diffusers.nft_beta", "algorithm.beta", default=1.0),
         KeyMapping("policy.diffusers.weight_copy_decay_type", "algorithm.old_decay", OLD_DECAY, default=0),
-        KeyMapping("train.train_policy.kl_beta", "algorithm.kl_beta", default=0.0),
-        KeyMapping(
-            "train.train_policy.advantage_high", "algorithm.adv_clip_max", diffusion.advantage_clip, default=5.0
-        ),
-        KeyMapping(
-            "train.train_policy.advantage_low", "algorithm.adv_clip_max", diffusion.advantage_clip, default=-5.0
-        ),
-        KeyMapping(
-            "train.train_policy.unbiased_advantage", "algorithm.advantage_std", diffusion.advantage_std, default=False
-        ),
-        KeyMapping(
-            "train.train_policy.batch_size_per_optimize", "algorithm.updates_per_rollout", diffusion.updates_per_rollout
-        ),
-        KeyMapping("train.train_policy.mu_iterations", "algorithm.updates_per_rollout", diffusion.single_iteration),
-        KeyMapping("train.train_policy.use_remote_reward", "algorithm.std_unbiased", default=False),
+        KeyMapping(f"{POLICY}.kl_beta", "algorithm.kl_beta", default=0.0),
+        KeyMapping(f"{POLICY}.advantage_high", "algorithm.adv_clip_max", diffusion.advantage_clip, default=5.0),
+        KeyMapping(f"{POLICY}.advantage_low", "algorithm.adv_clip_max", diffusion.advantage_clip, default=-5.0),
+        KeyMapping(f"{POLICY}.unbiased_advantage", "algorithm.advantage_std", diffusion.advantage_std, default=False),
+        KeyMapping(f"{POLICY}.batch_size_per_optimize", "algorithm.updates_per_rollout", diffusion.updates_per_rollout),
+        KeyMapping(f"{POLICY}.mu_iterations", "algorithm.updates_per_rollout", diffusion.single_iteration),
+        KeyMapping(f"{POLICY}.use_remote_reward", "algorithm.std_unbiased", default=False),
         KeyMapping(f"{REMOTE_REWARD}.reward_fns", "reward.functions", rewards.convert_named_rewards, default=None),
         KeyMapping(f"{REMOTE_REWARD}.reward_fn", "reward.functions", rewards.convert_weighted_rewards),
         KeyMapping(f"{REMOTE_REWARD}.reward_clip_min", "reward.clip", rewards.reward_clip, default=-5.0),
@@ -178,8 +162,8 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("custom.vision.max_pixels", "data.pixels", vlm.pixel_limits),
         KeyMapping("custom.vision.fps", "data.video", vlm.video_settings, default=1),
         KeyMapping("custom.vision.max_frames", "data.video", vlm.video_settings),
-        KeyMapping("train.train_policy.dataloader_num_workers", "data.workers", vlm.num_readers),
-        KeyMapping("train.train_policy.dataset.test_size", "validation.holdout", vlm.holdout_fraction),
+        KeyMapping(f"{POLICY}.dataloader_num_workers", "data.workers", vlm.num_readers),
+        KeyMapping(f"{POLICY}.dataset.test_size", "validation.holdout", vlm.holdout_fraction),
     ),
     WFM_MODES: (
         KeyMapping("checkpoint.load_path", "model.path", diffusion.model_folder),
@@ -260,19 +244,13 @@ MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
         KeyMapping("model.rl.min_num_conditional_frames", "algorithm.min_num_conditional_frames", default=1),
         KeyMapping("model.rl.max_num_conditional_frames", "algorithm.max_num_conditional_frames", default=1),
         KeyMapping(f"{WFM_REWARD}.adv_clip_max", "algorithm.adv_clip_max", default=5.0),
+        KeyMapping(f"{WFM_REMOTE}.reward_fn", "reward.functions", rewards.convert_wfm_rewards, default="dance_grpo"),
         KeyMapping(
-            f"{WFM_REMOTE_REWARD}.reward_fn", "reward.functions", rewards.convert_wfm_rewards, default="dance_grpo"
+            f"{WFM_REMOTE}.score_key", "reward.functions", rewards.convert_wfm_rewards, default="overall_reward"
         ),
-        KeyMapping(
-            f"{WFM_REMOTE_REWARD}.score_key", "reward.functions", rewards.convert_wfm_rewards, default="overall_reward"
-        ),
-        KeyMapping(f"{WFM_REMOTE_REWARD}.enabled", "reward.functions", rewards.convert_wfm_rewards, default=True),
-        KeyMapping(
-            f"{WFM_REMOTE_REWARD}.reward_clip_min", "reward.functions", rewards.convert_wfm_rewards, default=-5.0
-        ),
-        KeyMapping(
-            f"{WFM_REMOTE_REWARD}.reward_clip_max", "reward.functions", rewards.convert_wfm_rewards, default=5.0
-        ),
+        KeyMapping(f"{WFM_REMOTE}.enabled", "reward.functions", rewards.convert_wfm_rewards, default=True),
+        KeyMapping(f"{WFM_REMOTE}.reward_clip_min", "reward.functions", rewards.convert_wfm_rewards, default=-5.0),
+        KeyMapping(f"{WFM_REMOTE}.reward_clip_max", "reward.functions", rewards.convert_wfm_rewards, default=5.0),
         KeyMapping(f"{WFM_REWARD}.aesthetic.enabled", "reward.functions", rewards.convert_wfm_rewards, default=False),
         KeyMapping(
             f"{WFM_REWARD}.image_reward.enabled", "reward.functions", rewards.convert_wfm_rewards, default=False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
+from wfm_ds.migrate.config import POLICY, CosmosConfig, NoCounterpart
 
 WFM_REWARD = "model.rl.reward_config"
-USE_REMOTE = "train.train_policy.use_remote_reward"
+USE_REMOTE = f"{POLICY}.use_remote_reward"
 SERVICE_NOTE = (
     "rewards named remote/NAME use Cosmos-RL's service at REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL with "
     "REMOTE_REWARD_TOKEN; without the prefix remote/, wfm_ds computes the reward (docs/rewards.md)"
@@ -84,4 +84,4 @@ def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConf
 
 def reward_clip(_: Any, source: CosmosConfig) -> list[float]:
     source.add_note("reward.clip clamps rewards, as in Cosmos-RL; remove it if a reward has a larger range")
-    return [source[f"train.train_policy.remote_reward.reward_clip_{end}"] for end in ("min", "max")]
+    return [source[f"{POLICY}.remote_reward.reward_clip_{end}"] for end in ("min", "max")]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, CosmosConfig, NoCounterpart
+from wfm_ds.migrate.config import DDRL, NFT, POLICY, SFT, VLM_SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.keys import (
     ABSENT,
     KEY_MAPPINGS,
@@ -146,22 +146,21 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if settings.get("model.rl.enabled", True) else WFM_SFT
     is_diffusers = settings.get("policy.is_diffusers", any(key.startswith("policy.diffusers.") for key in settings))
-    policy = "train.train_policy"
-    kind = settings.get(f"{policy}.type", "grpo" if f"{policy}.kl_beta" in settings else "sft")
-    trainer = settings.get(f"{policy}.trainer_type", "sft" if kind == "sft" else "grpo")
+    kind = settings.get(f"{POLICY}.type", "grpo" if f"{POLICY}.kl_beta" in settings else "sft")
+    trainer = settings.get(f"{POLICY}.trainer_type", "sft" if kind == "sft" else "grpo")
     if not is_diffusers and kind == "sft" and is_vision_model(settings):
         return VLM_SFT
     if not is_diffusers:
         raise RecipeError(
             "the configuration trains no diffusion model: policy.is_diffusers is not true. For language models, only "
-            f"SFT on LLaVA annotations is supported ({ANNOTATIONS}, {policy}.type sft)"
+            f"SFT on LLaVA annotations is supported ({ANNOTATIONS}, {POLICY}.type sft)"
         )
     if kind == "sft":
         return SFT
     if trainer == "diffusion_nft":
         return NFT
     raise RecipeError(
-        f"{policy}.trainer_type {trainer!r} is not supported; RL of diffusers pipelines: diffusion_nft only"
+        f"{POLICY}.trainer_type {trainer!r} is not supported; RL of diffusers pipelines: diffusion_nft only"
     )
 
 

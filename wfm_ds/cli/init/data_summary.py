@@ -8,14 +8,26 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from wfm_ds.data.episode import EpisodeVideo
+from wfm_ds.data.folder import find_conversations, format_count, load_folder
+from wfm_ds.data.folder_layout import FolderLayout, detect_layout, has_conversations, is_lerobot, list_names
+from wfm_ds.data.input_files import CAMERA_KEY
+from wfm_ds.data.lerobot_info import find_roots, read_info
+from wfm_ds.data.media import media_size, open_video, read_timestamps
+from wfm_ds.data.media_inputs import ANY_INPUTS
+from wfm_ds.data.pixels import BadMedia
+from wfm_ds.data.preference_pairs import load_pairs
+from wfm_ds.data.prompts import PROMPT_FORMATS, read_prompts
+from wfm_ds.data.sample_sets import build_sample_set
+from wfm_ds.data.samples import VIDEO_SUFFIXES, Media, Sample, SampleSet
 from wfm_ds.errors import DataError
+from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation, read_rows
+from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.storage.filesystem import is_remote
-
-if TYPE_CHECKING:
-    from wfm_ds.data.folder_layout import FolderLayout
-    from wfm_ds.data.samples import Media, Sample, SampleSet
+from wfm_ds.storage.json_lines import read_json_rows
+from wfm_ds.types import IMAGE_INPUTS
 
 DataContent = Literal["media", "pairs", "prompts", "conversations"]
 Task = Literal["sft", "actions", "dpo", "rl", "distill", "reasoner"]
@@ -68,9 +80,6 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
     prompt: caption for files without one. media_path: folder of the images and videos of conversations. Raises
     DataError if the data is missing, damaged or of an unknown kind.
     """
-    from wfm_ds.data.folder import find_conversations
-    from wfm_ds.data.folder_layout import detect_layout, has_conversations, is_lerobot
-
     if path.is_file():
         if has_conversations(path):
             return read_conversations(path, media_path)
@@ -93,15 +102,11 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
 
 
 def has_pairs(file: Path) -> bool:
-    from wfm_ds.storage.json_lines import read_json_rows
-
     row = next(read_json_rows(file), {})
     return "chosen" in row and "rejected" in row
 
 
 def has_pair_members(folder: Path) -> bool:
-    from wfm_ds.data.folder_layout import list_names
-
     first = folder / list_names(folder)[0]
     try:
         with tarfile.open(first) as tar:
@@ -121,10 +126,6 @@ def load_media_folder(folder: Path, layout: FolderLayout, prompt: str | None) ->
 
     A table with sources but without edited images has no targets.
     """
-    from wfm_ds.data.folder import load_folder
-    from wfm_ds.data.media_inputs import ANY_INPUTS
-    from wfm_ds.recipe.data import DataRecipe
-
     data = DataRecipe(kind="folder", path=str(folder), prompt=prompt)
     try:
         return load_folder(data, folder, layout, ANY_INPUTS), True
@@ -137,9 +138,6 @@ def load_media_folder(folder: Path, layout: FolderLayout, prompt: str | None) ->
 
 def find_shared_keys(samples: Sequence[Sample]) -> frozenset[str]:
     """Return the metadata keys and input images that all samples have."""
-    from wfm_ds.data.input_files import CAMERA_KEY
-    from wfm_ds.types import IMAGE_INPUTS
-
     keys = []
     for sample in samples:
         camera = sample.prompt.metadata.get(CAMERA_KEY)
@@ -149,10 +147,6 @@ def find_shared_keys(samples: Sequence[Sample]) -> frozenset[str]:
 
 
 def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
-    from wfm_ds.data.lerobot_info import find_roots, read_info
-    from wfm_ds.data.sample_sets import build_sample_set
-    from wfm_ds.recipe.data import DataRecipe
-
     info = read_info(next(iter(find_roots(str(folder)).values())))
     views = [info.cameras[:1]] if len(info.cameras) > 1 else None
     sample_set = build_sample_set(
@@ -164,10 +158,6 @@ def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
 
 
 def read_pairs(path: Path, recipe_path: str) -> DataSummary:
-    from wfm_ds.data.media_inputs import ANY_INPUTS
-    from wfm_ds.data.preference_pairs import load_pairs
-    from wfm_ds.recipe.data import DataRecipe
-
     data = DataRecipe(kind="pairs", path=recipe_path)
     sample_set = load_pairs([recipe_path], cache_dir=None, max_bad_fraction=data.max_bad_fraction, inputs=ANY_INPUTS)
     keys = find_shared_keys(sample_set.samples)
@@ -175,11 +165,6 @@ def read_pairs(path: Path, recipe_path: str) -> DataSummary:
 
 
 def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) -> DataSummary:
-    from wfm_ds.data.folder import format_count
-    from wfm_ds.data.media import media_size
-    from wfm_ds.data.pixels import BadMedia
-    from wfm_ds.data.samples import VIDEO_SUFFIXES
-
     selected: list[Sample] = sample_set.samples[:: -(-len(sample_set.samples) // MAX_MEASURED)]
     sizes, frame_counts = [], []
     for sample in selected:
@@ -210,9 +195,6 @@ def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) 
 
 
 def count_frames(media: Media) -> int:
-    from wfm_ds.data.episode import EpisodeVideo
-    from wfm_ds.data.media import open_video, read_timestamps
-
     if isinstance(media, EpisodeVideo):
         return media.length
     with open_video(media) as container:
@@ -220,10 +202,6 @@ def count_frames(media: Media) -> int:
 
 
 def read_prompt_file(file: Path) -> DataSummary:
-    from wfm_ds.data.folder import format_count
-    from wfm_ds.data.prompts import PROMPT_FORMATS, read_prompts
-    from wfm_ds.types import IMAGE_INPUTS
-
     _, published = PROMPT_FORMATS.get(file.stem, ((), None))
     try:
         prompts = read_prompts(file, file.stem, published)
@@ -248,9 +226,6 @@ def read_conversations(file: Path, media_path: str | None) -> DataSummary:
     media_path: folder to which relative paths refer. None: find it. Raises DataError if no row is a conversation, or if
     none of the first images and videos is in the folder.
     """
-    from wfm_ds.data.folder import format_count
-    from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation, read_rows
-
     conversations: list[Conversation] = []
     bad: list[BadConversation] = []
     for name, row in read_rows(file):

@@ -9,6 +9,7 @@ from wfm_ds.cli.init.data_summary import DataSummary
 from wfm_ds.cli.init.model_summary import PipelineSummary
 from wfm_ds.cli.init.recipe_lines import RecipeLine, RecipeRequest
 from wfm_ds.types import MASK, SOURCES, VIDEO_INPUTS
+from wfm_reward import registry
 
 PRESERVATION = "preservation"  # similarity to the source outside the mask
 REWARD_OPTIONS = {"edit_judge": {"endpoint": "http://127.0.0.1:8000/v1", "model": "Qwen/Qwen2.5-VL-32B-Instruct"}}
@@ -39,8 +40,6 @@ def edit_lines(request: RecipeRequest, inputs: Sequence[str], rewards: Sequence[
 
     rewards: names of all rewards.
     """
-    from wfm_reward import registry
-
     if "source" not in inputs:
         return []
     lines = []

@@ -10,6 +10,14 @@ from typing import NoReturn, TypeVar
 from wfm_ds.errors import UserError
 
 T = TypeVar("T")
+TASKS = {
+    "sft": "fine-tune on the images or videos",
+    "actions": "fine-tune on videos with their actions",
+    "dpo": "learn from preference pairs",
+    "rl": "improve a reward",
+    "distill": "generate in few steps, without guidance",
+    "reasoner": "fine-tune a vision-language model on conversations",
+}
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from wfm_ds.cli.init.data_summary import Task
 from wfm_ds.cli.init.input_lines import (
     PRESERVATION,
@@ -22,8 +24,11 @@ from wfm_ds.cli.init.input_lines import (
 )
 from wfm_ds.cli.init.model_summary import LanguageModelSummary, PipelineSummary
 from wfm_ds.cli.init.recipe_lines import RecipeLine, RecipeRequest, Sections
+from wfm_ds.data.prompts import PROMPT_FORMATS
 from wfm_ds.errors import UserError
+from wfm_ds.recipe.shipped_recipes import schema_modeline
 from wfm_ds.types import MASK
+from wfm_reward import registry
 
 MAX_UPSCALE = 2.0  # default of data.max_upscale: training skips files that need more
 SIZE_MULTIPLE = 32  # round sizes down to this; satisfies every model family
@@ -31,6 +36,8 @@ MAX_ASPECT_CHANGE, BUCKET_SHARE = 4 / 3, 0.1  # use buckets if the aspect ratio 
 ACTION_FRAMES = 17  # 16 actions, as in NVIDIA's training of Cosmos3 with actions
 SHORT_SHARE = 0.05  # fraction of videos that may be shorter than a clip: default of data.max_bad_fraction
 VALIDATION_SAMPLES, MAX_HOLDOUT, MIN_HOLDOUT = 32, 0.2, 0.05
+STUDENT_STEPS = 4  # of a distilled model
+USUAL_SHIFT = 5.0  # for a scheduler without a timestep shift, as in recipes/cp_dmd2.yaml
 LEARNING_RATES: dict[Task, tuple[float, float]] = {
     "sft": (1e-4, 1e-5),
     "actions": (1e-4, 1e-4),
@@ -46,7 +53,8 @@ def create_sections(request: RecipeRequest, model: PipelineSummary | LanguageMod
     if isinstance(model, LanguageModelSummary):
         return create_language_sections(request, model)
     require_fitting_model(request, model)
-    return create_rl_sections(request, model) if request.task == "rl" else create_supervised_sections(request, model)
+    creators = {"rl": create_rl_sections, "distill": create_distillation_sections}
+    return creators.get(request.task, create_supervised_sections)(request, model)
 
 
 def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> None:
@@ -187,6 +195,48 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
     }
 
 
+def create_distillation_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
+    data = request.data
+    if model.num_steps is not None:
+        raise UserError(f"{model.title} is distilled to {model.num_steps} steps already: choose its base model")
+    if model.has_experts:
+        raise UserError(f"{model.title} has two experts, which distillation does not support: choose another model")
+    shift, levels = [], []
+    if not model.has_fixed_shift:
+        shift = [RecipeLine("grid_shift", USUAL_SHIFT, "the scheduler has no fixed shift")]
+        levels = [RecipeLine("levels", {"shift": USUAL_SHIFT}, "the same as grid_shift")]
+    return {
+        **common_sections(request, model, steps=1000, unit="one student update per step"),
+        "ema": [RecipeLine("decay", 0.95)],
+        "data": prompt_file_lines(request),
+        "sampling": [
+            RecipeLine("height", model.height, "default of the pipeline"),
+            RecipeLine("width", model.width),
+            *frame_lines(request, model),
+            RecipeLine("steps", STUDENT_STEPS, "denoising steps of the student; the same in eval_steps"),
+            RecipeLine("grid", "even", "levels 1, 3/4, 1/2, 1/4 before the shift"),
+            *shift,
+            RecipeLine("eval_steps", STUDENT_STEPS),
+            RecipeLine("eval_grid", "even"),
+        ],
+        "algorithm": [
+            RecipeLine("name", "dmd2", "docs/few_steps.md"),
+            RecipeLine("teacher", {"guidance_scale": model.guidance_scale}, "the base model and its guidance"),
+            RecipeLine("fake", {"updates": 5}, "the fake score must keep up with the student"),
+            *levels,
+        ],
+        "rollout": [
+            RecipeLine("prompts_per_step", min(8, data.num_samples)),
+            RecipeLine("group_size", 2, "samples per prompt; rollout/spread compares them"),
+        ],
+        "validation": [
+            RecipeLine("every", 100),
+            *(create_held_out_lines(request) or [prompt_count_line(data.num_samples)]),
+        ],
+        "checkpoint": [RecipeLine("every", 200)],
+    }
+
+
 def create_language_sections(request: RecipeRequest, model: LanguageModelSummary) -> Sections:
     data = request.data
     common = common_sections(
@@ -254,9 +304,6 @@ def prompt_set_name(file: Path, reward_name: str | None) -> str:
     data.name selects the format of the file. If the file has the name of a published prompt set, `_prompts` is appended
     so that the format of this set is not selected, unless the reward requires metadata.
     """
-    from wfm_ds.data.prompts import PROMPT_FORMATS
-    from wfm_reward import registry
-
     needs_metadata = reward_name is not None and registry.get_reward_class(reward_name).required_metadata
     return f"{file.stem}_prompts" if file.stem in PROMPT_FORMATS and not needs_metadata else file.stem
 
@@ -354,10 +401,6 @@ def has_other_shape(size: tuple[int, int], target: tuple[int, int]) -> bool:
 
 
 def format_recipe(sections: Sections, out: Path) -> str:
-    import yaml
-
-    from wfm_ds.recipe.shipped_recipes import schema_modeline
-
     command = f"wfm train {shlex.quote(str(out))} --gpus 1"
     rows = [schema_modeline(), f"# Written by wfm init. All keys: docs/recipes.md.\n#   {command}"]
     for name, lines in sections.items():
