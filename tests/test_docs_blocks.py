@@ -176,10 +176,7 @@ BAD_PAGES = {
         "```bash\nwfm recipes\nwfm check mine.yaml \\\n  --ranks 2\n```",
         "3: unrecognized arguments: --ranks",
     ),
-    "a missing argument": (
-        "```bash\nwfm generate --model a\n```",
-        "2: the following arguments are required",
-    ),
+    "a missing argument": ("```bash\nwfm generate --model a\n```", "2: the following arguments are required"),
     "a wrong option of the launcher": (
         "```bash\ndeepspeed --gpus 2 -m wfm_ds.train mine.yaml\n```",
         "2: unrecognized arguments: --gpus",
@@ -191,10 +188,7 @@ BAD_PAGES = {
         "2: sd3_ntf: recipe file not found; did you mean",
     ),
     "a recipe to copy": ("```bash\nwfm recipes copy sd3_ntf\n```", "2: unknown shipped recipe 'sd3_ntf'"),
-    "a wrong override": (
-        "```bash\nwfm train sd3_nft run.step=4\n```",
-        "2: override run.step=4: run.step is not a key",
-    ),
+    "a wrong override": ("```bash\nwfm train sd3_nft run.step=4\n```", "2: override run.step=4: run.step is not a key"),
     "a wrong override of an own recipe": (
         "```bash\nwfm train mine.yaml optimizer.lr=-1\n```",
         "2: override optimizer.lr=-1",

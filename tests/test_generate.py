@@ -191,10 +191,7 @@ def test_videos_follow_a_camera_and_others_are_refused(tiny_pipelines, tmp_path,
         ),
         ([*first, "--camera", "left", *lens], "left cannot be read: neither a .json or .npy file nor keys"),
         ([*first, "--camera", str(tmp_path / "scaled.npy"), *lens], "rotation is not orthonormal with determinant 1"),
-        (
-            [*first, "--camera", str(tmp_path / "empty.json"), *lens],
-            "cannot be read: not a JSON object",
-        ),
+        ([*first, "--camera", str(tmp_path / "empty.json"), *lens], "cannot be read: not a JSON object"),
         ([*first, *lens], "--intrinsics: needs --camera"),
     ):
         assert main([*common, str(tmp_path / "none"), *arguments]) == 2

@@ -187,11 +187,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *shielded})
 
         self.child = subprocess.Popen(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=restore_mask,
+            command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=restore_mask
         )
 
     def run(self) -> int:

@@ -21,42 +21,40 @@ def lora(tmp_path):
     return tmp_path / "lora"
 
 
-def parsed(*words):
+def filled(family, lora, *words, repo="m", call=None):
+    """Return the options after they are filled from the call.json of a LoRA. call: written to this file."""
+    if call is not None:
+        (lora / "call.json").write_text(json.dumps(call))
     required = ["--model", "m", "--prompts", "p.txt", "--out", "o", "--height", "32", "--width", "32"]
-    return generate.parser().parse_args([*required, *words])
-
-
-def filled(family, lora, *words, repo="m"):
-    args = parsed(*words)
+    args = generate.parser().parse_args([*required, *words])
     fill_from_call(args, repo, registry.resolve_pipeline(f"tiny:{family}"), [lora])
-    return args.steps, args.grid, args.guidance, args.guidance_low
+    return args
+
+
+LEVELS = {"num_inference_steps": 4, "sigmas": [1.0, 0.75, 0.5, 0.25], "guidance_scale": 1.0}
+EXPERTS = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
 
 @check_each(
     ("family", "call", "words", "want"),
     [
-        ("sd3", {}, [], (40, "stock", 1.0, None)),
-        (
-            "sd3",
-            {"num_inference_steps": 4, "sigmas": [1.0, 0.75, 0.5, 0.25], "guidance_scale": 1.0},
-            [],
-            (4, "even", 1, None),
-        ),
-        ("sd3", {"sigmas": [1, 0.6666667, 0.3333333]}, ["--guidance", "3"], (3, "even", 3.0, None)),
-        ("sd3", {"sigmas": [1.0]}, ["--steps", "2", "--grid", "stock"], (2, "stock", 1.0, None)),
-        ("sd3", {"num_inference_steps": 8, "guidance_scale": 0}, [], (8, "stock", 1.0, None)),
-        ("qwen_image", {"true_cfg_scale": 4.0, "guidance_scale": 9}, [], (40, "stock", 4.0, None)),
-        ("z_image", {"guidance_scale": 0.0}, [], (40, "stock", 1.0, None)),
-        ("cosmos25", {"guidance_scale": 7.0}, [], (40, "stock", 8.0, None)),
-        ("flux2_dev", {"guidance_scale": 2.5}, [], (40, "stock", 1.0, None)),
-        ("flux_kontext", {"true_cfg_scale": 3.0, "guidance_scale": 2.5}, [], (40, "stock", 3.0, None)),
-        ("wan22", {"guidance_scale": 4.0, "guidance_scale_2": 3.0}, [], (40, "stock", 4.0, 3.0)),
-        ("wan22", {"guidance_scale": 4.0, "guidance_scale_2": 3.0}, ["--guidance", "5"], (40, "stock", 5.0, None)),
+        ("sd3", {}, "", (40, "stock", 1.0, None)),
+        ("sd3", LEVELS, "", (4, "even", 1, None)),
+        ("sd3", {"sigmas": [1, 0.6666667, 0.3333333]}, "--guidance 3", (3, "even", 3.0, None)),
+        ("sd3", {"sigmas": [1.0]}, "--steps 2 --grid stock", (2, "stock", 1.0, None)),
+        ("sd3", {"num_inference_steps": 8, "guidance_scale": 0}, "", (8, "stock", 1.0, None)),
+        ("qwen_image", {"true_cfg_scale": 4.0, "guidance_scale": 9}, "", (40, "stock", 4.0, None)),
+        ("z_image", {"guidance_scale": 0.0}, "", (40, "stock", 1.0, None)),
+        ("cosmos25", {"guidance_scale": 7.0}, "", (40, "stock", 8.0, None)),
+        ("flux2_dev", {"guidance_scale": 2.5}, "", (40, "stock", 1.0, None)),
+        ("flux_kontext", {"true_cfg_scale": 3.0, "guidance_scale": 2.5}, "", (40, "stock", 3.0, None)),
+        ("wan22", EXPERTS, "", (40, "stock", 4.0, 3.0)),
+        ("wan22", EXPERTS, "--guidance 5", (40, "stock", 5.0, None)),
     ],
 )
 def test_omitted_options_come_from_call_json(lora, family, call, words, want):
-    (lora / "call.json").write_text(json.dumps(call))
-    assert filled(family, lora, *words) == want
+    args = filled(family, lora, *words.split(), call=call)
+    assert (args.steps, args.grid, args.guidance, args.guidance_low) == want
 
 
 @check_each(
@@ -70,49 +68,35 @@ def test_omitted_options_come_from_call_json(lora, family, call, words, want):
 )
 def test_the_scheduler_of_an_export_has_the_levels(lora, steps, place, want):
     build_even_scheduler(7.0, steps, 1000).save_config(lora / place)
-    (lora / "call.json").write_text(json.dumps({"num_inference_steps": steps}))
-    args = parsed()
-    fill_from_call(args, "m", registry.resolve_pipeline("tiny:wan21"), [lora])
-    assert (args.grid, args.shift and round(args.shift, 12)) == want
-    for grid, shift in (("stock", None), ("even", want[1])):
-        args = parsed("--grid", grid)
-        fill_from_call(args, "m", registry.resolve_pipeline("tiny:wan21"), [lora])
-        assert (args.grid, args.shift and round(args.shift, 12)) == (grid, shift)
+    cases = (((), want), (("--grid", "stock"), ("stock", None)), (("--grid", "even"), ("even", want[1])))
+    for words, expected in cases:
+        args = filled("wan21", lora, *words, call={"num_inference_steps": steps})
+        assert (args.grid, args.shift and round(args.shift, 12)) == expected
 
 
-@check_each(
-    ("family", "words", "want"),
-    [
-        ("wan21", [], "cps"),
-        ("wan21", ["--solver", "ode"], "ode"),
-        ("wan21", ["--grid", "stock"], None),
-        ("wan21", ["--steps", "1"], None),
-    ],
-)
-def test_the_scheduler_of_an_export_says_whether_steps_add_noise(lora, family, words, want):
+def test_the_scheduler_of_an_export_says_whether_steps_add_noise(lora):
     build_even_scheduler(7.0, 4, 1000, stochastic_sampling=True).save_config(lora)
-    (lora / "call.json").write_text(json.dumps({"num_inference_steps": 4}))
-    args = parsed(*words)
-    fill_from_call(args, "m", registry.resolve_pipeline(f"tiny:{family}"), [lora])
-    assert args.solver == want
+    for words, want in (("", "cps"), ("--solver ode", "ode"), ("--grid stock", None), ("--steps 1", None)):
+        assert filled("wan21", lora, *words.split(), call={"num_inference_steps": 4}).solver == want, words
+
+
+FOG = {"negative_prompt": "fog"}
 
 
 @check_each(
     ("family", "call", "words", "want"),
     [
         ("sd3", {}, [], (None, None, None)),
-        ("sd3", {"max_sequence_length": 8, "guidance_scale": 3, "negative_prompt": "fog"}, [], (8, "fog", None)),
-        ("sd3", {"negative_prompt": "fog"}, [], (None, None, None)),  # no guidance
-        ("sd3", {"negative_prompt": "fog"}, ["--guidance", "2", "--negative-prompt", ""], (None, "", None)),
+        ("sd3", {"max_sequence_length": 8, "guidance_scale": 3} | FOG, [], (8, "fog", None)),
+        ("sd3", FOG, [], (None, None, None)),  # no guidance
+        ("sd3", FOG, ["--guidance", "2", "--negative-prompt", ""], (None, "", None)),
         ("flux2_dev", {"max_sequence_length": 8, "guidance_scale": 2.5}, [], (8, None, 2.5)),
         ("flux2_dev", {"guidance_scale": 2.5}, ["--embedded-guidance", "3"], (None, None, 3.0)),
         ("flux2", {"max_sequence_length": 8}, ["--max-sequence-length", "9"], (9, None, None)),
     ],
 )
 def test_text_length_negative_prompt_and_embedded_guidance_come_from_call_json(lora, family, call, words, want):
-    (lora / "call.json").write_text(json.dumps(call))
-    args = parsed(*words)
-    fill_from_call(args, "m", registry.resolve_pipeline(f"tiny:{family}"), [lora])
+    args = filled(family, lora, *words, call=call)
     assert (args.max_sequence_length, args.negative_prompt, args.embedded_guidance) == want
 
 
@@ -130,9 +114,8 @@ def test_text_length_negative_prompt_and_embedded_guidance_come_from_call_json(l
     ],
 )
 def test_options_are_compared_after_they_are_filled_and_before_a_model_is_loaded(lora, call, words, message):
-    (lora / "call.json").write_text(json.dumps(call))
     with pytest.raises(UserError, match=re.escape(message)) if message else contextlib.nullcontext():
-        filled("sd3", lora, *words)
+        filled("sd3", lora, *words, call=call)
 
 
 @check_each(
@@ -148,17 +131,16 @@ def test_options_are_compared_after_they_are_filled_and_before_a_model_is_loaded
 )
 def test_a_wrong_number_in_the_scheduler_of_an_export_is_an_error_of_its_file(lora, change, message):
     build_even_scheduler(7.0, 4, 1000).save_config(lora)
-    (lora / "call.json").write_text(json.dumps({"num_inference_steps": 4}))
     file = lora / "scheduler_config.json"
     config = json.loads(file.read_text()) | change
     file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     with pytest.raises(UserError, match=re.escape(f"{file}: {message}")):
-        filled("wan21", lora)
+        filled("wan21", lora, call={"num_inference_steps": 4})
 
 
 def test_a_released_few_step_model_has_its_own_number_of_steps(lora):
-    (lora / "call.json").write_text("{}")
-    assert filled("z_image", lora, repo="Tongyi-MAI/Z-Image-Turbo") == (8, "stock", 1.0, None)
+    args = filled("z_image", lora, repo="Tongyi-MAI/Z-Image-Turbo", call={})
+    assert (args.steps, args.guidance) == (8, 1.0)
 
 
 @check_each(

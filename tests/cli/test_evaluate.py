@@ -133,10 +133,7 @@ def test_names_are_words_with_commas():
         ("{run} --out {run}", "{run} is not empty"),
         ("tiny:sd3 --rewards color --diversity nowhere", "--diversity nowhere cannot be loaded"),
         ("tiny:sd3 --rewards color --width 33", "width must be a multiple of"),
-        (
-            "tiny:sana_wm --rewards motion",
-            "tiny:sana_wm: sana_wm needs c2w, intrinsics",
-        ),
+        ("tiny:sana_wm --rewards motion", "tiny:sana_wm: sana_wm needs c2w, intrinsics"),
         ("{run}", "{broken} cannot be read"),
     ],
 )

@@ -47,10 +47,7 @@ def pictures(tmp_path):
 def test_aspect_ratios_differ_from_a_factor_of_four_thirds_on():
     assert [
         sections.has_other_shape(size, (100, 100)) for size in ((100, 130), (130, 100), (100, 140), (140, 100))
-    ] == [
-        *(False, False),
-        *(True, True),
-    ]
+    ] == [*(False, False), *(True, True)]
 
 
 @pytest.fixture

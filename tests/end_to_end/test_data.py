@@ -2,38 +2,17 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from clips import write_clip
-from commands import wfm_command
+from commands import run_module, wfm_command
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "tests" / "recipes" / "wan21_video_sft.yaml"
-DEADLINE_S = 500
-
-
-def run(*arguments, ranks=0):
-    """Run a module and check its exit code. With `ranks`, it runs under the launcher with that many ranks."""
-    script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-    start = [script, "--num_gpus", str(ranks)] if ranks else [sys.executable]
-    process = subprocess.run(
-        [*start, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process
 
 
 def metrics(folder, tag):
@@ -51,7 +30,7 @@ def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipel
     for name in ("bikes.mp4", "carphone_pristine.mp4"):
         shutil.copy(Path(package) / "datasets" / "data" / name, folder / name)
     assert wfm_command("data captions")([str(folder), "--prompt", "a short clip"]) == 0
-    run(
+    run_module(
         "wfm_ds.train",
         RECIPE,
         f"data.path={folder}",
@@ -86,12 +65,12 @@ def test_a_prepared_run_needs_no_text_encoder_and_trains_the_same(tmp_path, tiny
         "run.steps=3",
         f"model.path={tiny_pipelines('wan21')}",
     )
-    prepared = run("wfm_ds.data.prepare", *common, *cache, ranks=2)
+    prepared = run_module("wfm_ds.data.prepare", *common, *cache, ranks=2)
     assert f"{tmp_path / 'cache'}: 12 entries written, 0 already cached, 0 invalid images or videos" in prepared.stdout
-    again = run("wfm_ds.data.prepare", *common, *cache)
+    again = run_module("wfm_ds.data.prepare", *common, *cache)
     assert "0 entries written, 12 already cached" in again.stdout
-    run("wfm_ds.train", *common, f"run.output_dir={tmp_path / 'plain'}")
-    run("wfm_ds.train", *common, *cache, f"run.output_dir={tmp_path / 'cached'}")
+    run_module("wfm_ds.train", *common, f"run.output_dir={tmp_path / 'plain'}")
+    run_module("wfm_ds.train", *common, *cache, f"run.output_dir={tmp_path / 'cached'}")
     assert "text encoders freed" in (tmp_path / "cached" / "logs" / "rank_0.log").read_text()
     for tag in ("sft/loss", "val/loss"):
         assert metrics(tmp_path / "cached", tag) == pytest.approx(metrics(tmp_path / "plain", tag), rel=1e-4)

@@ -1,14 +1,8 @@
 """engine.deterministic applies in all processes that run the denoiser: the rank and its rollout worker."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 240
+from commands import ROOT, run_module
 
 FAMILY = """
 import os
@@ -30,23 +24,14 @@ class Watched(StableDiffusion3):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_deterministic_applies_to_the_rank_and_its_workers(tmp_path, tiny_pipelines):
+def test_deterministic_applies_to_the_rank_and_its_workers(tmp_path, tiny_pipelines, monkeypatch):
     (tmp_path / "my_family.py").write_text(FAMILY)
     (tmp_path / "seen").mkdir()
-    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     words = ["run.output_dir=out", "run.steps=1", f"model.path={tiny_pipelines('sd3')}", "validation.num_prompts=1"]
     words += ["model.family=my_family:Watched", f"data.path={ROOT / 'recipes/prompts/colors'}"]
     words += ["engine.deterministic=true"]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "tests" / "recipes" / "sd3_nft_async.yaml"), *words],
-        cwd=tmp_path,
-        env=environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    run_module("wfm_ds.train", ROOT / "tests" / "recipes" / "sd3_nft_async.yaml", *words, cwd=tmp_path)
     files = list((tmp_path / "seen").iterdir())
     assert len({file.stem for file in files}) == 2
     assert any(file.suffix == ".grad" for file in files)

@@ -4,38 +4,23 @@ The run resumes with the same commit after the branch has changed. A new run wit
 """
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from commands import run_module
 from hub_server import Repo, files_of, hub_server
 from wfm_ds.recipe import file as recipe_file
 
-ROOT = Path(__file__).parent.parent.parent
 NAME = "somebody/tiny-sd3"
-DEADLINE_S = 300
 
 
-def train(tmp_path, *words, endpoint, offline, num_ranks=2):
-    script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+def train(tmp_path, *words, endpoint, offline="0", ranks=2, code=0):
     common = ["tests/recipes/sd3_sft_lora.yaml", f"model.path={NAME}", f"run.output_dir={tmp_path / 'out'}"]
     data = ["data.kind=folder", f"data.path={tmp_path / 'pictures'}", "validation.every=0"]
-    return subprocess.run(
-        [script, "--num_gpus", str(num_ranks), "-m", "wfm_ds.train", *common, *data, *words],
-        cwd=ROOT,
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": offline},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    hub = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": offline}
+    return run_module("wfm_ds.train", *common, *data, *words, ranks=ranks, code=code, **hub)
 
 
 @pytest.mark.long
@@ -48,23 +33,19 @@ def test_a_resumed_run_keeps_its_commit(tmp_path, tiny_pipelines):
     with hub_server() as hub:
         hub.repos[NAME] = Repo(files_of(tiny_pipelines("sd3")))
         commit = hub.repos[NAME].commit
-        done = train(tmp_path, "run.steps=1", "checkpoint.every=1", endpoint=hub.url, offline="0")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = train(tmp_path, "run.steps=1", "checkpoint.every=1", endpoint=hub.url)
         assert hub.sent.count("transformer/diffusion_pytorch_model.safetensors") == 1
         assert recipe_file.load_recipe(tmp_path / "out" / "recipe.yaml").model.revision == commit
         assert f'from_pretrained("{NAME}", revision="{commit}"' in "".join((done.stdout + done.stderr).split("\n"))
         # The branch changes. A new run would use the new commit, but the resumed run does not query the Hub.
         hub.repos[NAME].files["README.md"] = b"changed"
         num_sent = len(hub.sent)
-        again = train(tmp_path, "run.steps=2", "checkpoint.every=1", endpoint=hub.url, offline="0")
-        assert again.returncode == 0, again.stdout + again.stderr
+        train(tmp_path, "run.steps=2", "checkpoint.every=1", endpoint=hub.url)
         assert len(hub.sent) == num_sent
         assert recipe_file.load_recipe(tmp_path / "out" / "recipe.yaml").model.revision == commit
         assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 2
-    elsewhere = train(
-        tmp_path, f"run.output_dir={tmp_path / 'new'}", "model.revision=v2", endpoint=hub.url, offline="1", num_ranks=1
-    )
-    assert elsewhere.returncode == 2
+    words = [f"run.output_dir={tmp_path / 'new'}", "model.revision=v2"]
+    elsewhere = train(tmp_path, *words, endpoint=hub.url, offline="1", ranks=1, code=2)
     errors = [line for line in elsewhere.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, elsewhere.stderr
     assert f"hf download {NAME} --revision v2" in errors[0]

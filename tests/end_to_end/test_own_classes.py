@@ -5,29 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from commands import CODE_PATH, ROOT, run_module
 from lumina import tiny_lumina
 from pages import table_rows, write_code
 
-ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 240
 
 
-def train(folder, recipe, *overrides):
+def train(folder, recipe, *overrides, code=0):
     """Run the training command in `folder`, which has the user's modules."""
-    return subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "tests" / "recipes" / recipe), *overrides],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    return run_module("wfm_ds.train", ROOT / "tests" / "recipes" / recipe, *overrides, cwd=folder, code=code)
 
 
 @pytest.fixture
@@ -43,7 +34,7 @@ def wfm(tmp_path):
         done = subprocess.run(
             [sys.executable, str(script), *map(str, words)],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
+            env=os.environ | {"PYTHONPATH": CODE_PATH},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -60,13 +51,6 @@ def test_wfm_imports_a_reward_from_the_current_folder(wfm):
     write_code("own_reward.md", "my_rewards.py", wfm.folder)
     assert wfm("rewards", "my_rewards:Brightness").startswith("mean_brightness\n  scores     image\n")
     assert wfm("rewards", "my_rewards:Brightness/dark") == wfm("rewards", "my_rewards:Brightness")
-
-
-@pytest.mark.long  # tests/models/test_user_family.py checks it in this process
-def test_wfm_checks_a_family_in_the_current_folder(wfm):
-    write_code("own_model.md", "my_lumina.py", wfm.folder)
-    tiny_lumina().save_pretrained(wfm.folder / "pipeline")
-    assert "checks passed" in wfm("models", "check", "my_lumina:Lumina2", "--tiny", "pipeline")
 
 
 @pytest.mark.long
@@ -121,8 +105,7 @@ def test_the_trainer_calls_the_methods_in_the_order_of_the_page(tmp_path):
     write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
     (tmp_path / "my_recorder.py").write_text(RECORDER)
     words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}", "run.steps=1", "validation.every=0"]
-    process = train(tmp_path, "sd3_nft.yaml", *words, "algorithm.name=my_recorder:Recorder")
-    assert process.returncode == 0, process.stdout + process.stderr
+    train(tmp_path, "sd3_nft.yaml", *words, "algorithm.name=my_recorder:Recorder")
     page = [re.match(r"`(\w+)", cells[0])[1] for cells in table_rows("own_algorithm.md", "| call | returns |")]
     calls = [name for name in (tmp_path / "calls.txt").read_text().split() if name in page]
     start = len(calls) - calls[::-1].index("compute_advantages") - 1  # `wfm check` calls `plan` before the RL step
@@ -162,8 +145,7 @@ def test_wfm_checks_and_trains_a_family_and_a_data_kind_in_the_current_folder(wf
 )
 def test_errors_in_user_classes_are_one_line_with_exit_code_2(tmp_path, module, says):
     (tmp_path / "mine.py").write_text(module)
-    process = train(tmp_path, "sd3_nft.yaml", "algorithm.name=mine:Mine")
-    assert process.returncode == 2
+    process = train(tmp_path, "sd3_nft.yaml", "algorithm.name=mine:Mine", code=2)
     [line] = process.stderr.strip().splitlines()
     assert line.startswith("error: override algorithm.name=mine:Mine: algorithm.name mine:Mine: ")
     assert says in line

@@ -1,17 +1,13 @@
 """Offline DPO from the command line: train on a table of pairs and check the accuracy on held-out pairs."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 500
+from commands import run_module
+
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 60, 210), "yellow": (220, 210, 50)}
 
 
@@ -47,16 +43,7 @@ def test_dpo_learns_the_preferences(tmp_path, tiny_pipelines):
         "engine.gradient_accumulation=1",
         "sampling.eval_steps=1",
     ]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", "tests/recipes/sd3_dpo.yaml", *words],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    run_module("wfm_ds.train", "tests/recipes/sd3_dpo.yaml", *words)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     accuracies = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
     assert accuracies[0] == 0.5  # before training, the policy equals the reference

@@ -1,24 +1,16 @@
 """The quickstart as run by `make quickstart`."""
 
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from commands import run_command_of_report, run_module
 from each_case import check_each
 from wfm_ds.cli.main import main
-from wfm_ds.cli.quickstart import (
-    parser,
-    prepare_folder,
-    run_and_show,
-    run_rl,
-    run_sft,
-    run_training,
-    write_report,
-)
+from wfm_ds.cli.quickstart import parser, prepare_folder, run_and_show, run_rl, run_sft, run_training, write_report
 from wfm_ds.demos.digits import std_within_prompts
 from wfm_ds.demos.shapes import PromptedVideo, ShapesDemo, count_correct_starts
 from wfm_ds.errors import UserError
@@ -27,17 +19,9 @@ from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_fra
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, root):
+def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path):
     folder = tmp_path / "quickstart"
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", "quickstart", "--output", str(folder)],
-        cwd=root,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    process = run_module("wfm_ds", "quickstart", "--output", folder, timeout_s=1500)
     report = (folder / "report.md").read_text()
     before, after = map(float, re.search(r"used by RL\) \| ([\d.]+) \| ([\d.]+) \|", report).groups())
     assert 0.4 <= before <= 0.75
@@ -48,12 +32,7 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     assert process.stderr == ""
     assert "step 36/36" in process.stdout
     assert "no GPU" not in process.stdout
-    (draw,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
-    words = draw.replace("\\\n", " ").split()[1:]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    run_command_of_report(report)
     assert (folder / "more" / "index.html").read_text().count("<img") == 80
 
 
@@ -88,17 +67,11 @@ def test_a_failed_training_shows_its_error_and_exit_code(tmp_path, capsys):
     assert "run.step is not a key" in capsys.readouterr().err
 
 
-def test_a_folder_of_the_user_is_never_replaced(tmp_path, root):
+def test_a_folder_of_the_user_is_never_replaced(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.txt").write_text("mine")
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", "quickstart", "--output", str(tmp_path)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode != 0
-    assert "was not written by a quickstart" in process.stderr
+    assert main(["quickstart", "--output", str(tmp_path)]) == 2
+    assert "was not written by a quickstart" in capsys.readouterr().err
     assert (tmp_path / "data" / "mine.txt").read_text() == "mine"
 
 
@@ -152,12 +125,7 @@ def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
     videos = re.findall(r'<video src="(\S+)"', page)
     assert len(videos) == 2 * 12  # a video of each prompt, before and after RL
     assert all((folder / video).exists() for video in videos)
-    (draw_more,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
-    words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    run_command_of_report(report, "--seeds", "1")
 
 
 def test_starts_are_counted_among_the_right_videos():

@@ -1,8 +1,6 @@
 """The edit demo, as run by `make quickstart-edits`."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from commands import run_command_of_report
 from wfm_ds.cli.quickstart import prepare_folder, run_rl, run_sft, write_report
 from wfm_ds.demos import edits_data
 from wfm_ds.demos.edits import IMAGE_FILE, EditsDemo
@@ -35,12 +34,7 @@ def test_edits_are_trained_and_shown_and_diffusers_edits_with_the_export(tmp_pat
         assert (folder / "index.html").read_text().count("<circle") == 4 * 3
     assert (folder / IMAGE_FILE).exists()
 
-    (command,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
-    words = [*command.replace("\\\n", " ").split()[1:], "--seeds", "1"]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    run_command_of_report(report, "--seeds", "1")
     assert len(list((folder / "more").glob("[0-9]*.png"))) == edits_data.NUM_PROMPTS
 
     pipeline = DiffusionPipeline.from_pretrained(result["artifacts"]["pipeline"])

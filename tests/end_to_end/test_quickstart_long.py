@@ -1,13 +1,12 @@
 """The long-video demo, as run by `make quickstart-long`."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from commands import run_command_of_report
 from wfm_ds.cli.main import main
 from wfm_ds.cli.quickstart import prepare_folder, run_rl, run_sft, write_report
 from wfm_ds.demos import long_actions, long_actions_data
@@ -44,12 +43,7 @@ def test_long_videos_are_trained_and_shown(tmp_path, root, monkeypatch):
     assert [title for title, _ in rows] == ["SFT", "RL on single clips", "RL on own history"]
     assert (folder / "index.html").read_text().count("<svg") == 2
     assert (folder / IMAGE_FILE).exists()
-    (draw_more,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
-    words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
-    process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    run_command_of_report(report, "--seeds", "1")
     (video,) = (folder / "more").glob("*.mp4")
     start = load_video(folder / "data" / "held_out" / "0004.mkv")[0].astype(int)
     frames = load_video(video)

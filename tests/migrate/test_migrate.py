@@ -167,11 +167,7 @@ CHANGES = {
     "policy.parallelism.dp_shard_size": (8, {"policy.lora": None, "policy.parallelism.dp_shard_size": 1}),
     "policy.parallelism.dp_replicate_size": (
         2,
-        {
-            "policy.lora": None,
-            "policy.parallelism.dp_shard_size": 8,
-            "policy.parallelism.n_init_replicas": 1,
-        },
+        {"policy.lora": None, "policy.parallelism.dp_shard_size": 8, "policy.parallelism.n_init_replicas": 1},
     ),
     "train.fsdp_offload": (True, {}),
     f"{POLICY}.mini_batch": (4, {}),

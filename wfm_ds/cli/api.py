@@ -50,11 +50,7 @@ class Run:
 
     @classmethod
     def from_recipe(
-        cls,
-        recipe: str | Path | Mapping[str, Any],
-        overrides: Mapping[str, Any] | None = None,
-        *,
-        tiny: bool = False,
+        cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, tiny: bool = False
     ) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 

@@ -248,12 +248,7 @@ def run_and_show(command: Sequence[str]) -> tuple[int, list[str]]:
     """
     lines: list[str] = []
     with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
         try:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def parser() -> CommandParser:
     p = CommandParser(
-        description="List the built-in rewards, or describe one and its options.",
-        epilog="Example: %(prog)s ocr",
+        description="List the built-in rewards, or describe one and its options.", epilog="Example: %(prog)s ocr"
     )
     p.add_argument("name", nargs="?", help="name of a built-in reward, or package.module:Class of your own")
     return p

@@ -52,11 +52,7 @@ def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
 
 @check_each(
     ("text", "level", "says"),
-    [
-        (OURS, "ok", "supports -m"),
-        (STOCK, "warning", "does not support -m"),
-        ("no program", "warning", "does not run"),
-    ],
+    [(OURS, "ok", "supports -m"), (STOCK, "warning", "does not support -m"), ("no program", "warning", "does not run")],
 )
 def test_the_script_is_found_and_checked(tmp_path, text, level, says):
     found = script_finding(script(tmp_path / "bin", text))

@@ -77,11 +77,7 @@ def batch_summary(recipe: Recipe, world_size: int) -> str:
     derived = derive_run_sizes(recipe, world_size)
     policies = engine_policy_copies(recipe)
     build_deepspeed_config(
-        recipe,
-        accumulation=derived.accumulation,
-        policies=policies,
-        world_size=world_size,
-        ranks_per_node=world_size,
+        recipe, accumulation=derived.accumulation, policies=policies, world_size=world_size, ranks_per_node=world_size
     )
     return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas_text}"
 

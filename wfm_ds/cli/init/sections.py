@@ -363,10 +363,7 @@ def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
     reward: str | dict[str, Any] = request.held_out_reward
     if reward == PRESERVATION and MASK not in request.data.metadata_keys:
         reward = {"name": reward, "options": {"whole": True}}
-    return [
-        prompt_count_line(request.data.num_samples),
-        RecipeLine("held_out_rewards", [reward], comment),
-    ]
+    return [prompt_count_line(request.data.num_samples), RecipeLine("held_out_rewards", [reward], comment)]
 
 
 def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
