@@ -8,6 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import save
 
+from commands import wfm_command
 from each_case import check_each
 from wfm_ds.cli import evaluation_models
 from wfm_ds.cli.evaluate import parse_names, parser
@@ -161,18 +162,8 @@ def test_invalid_arguments_are_one_line_errors(words, sentence, lora_run, prompt
 
 def test_a_single_model_has_scores_without_comparison(tiny_pipelines, prompts, tmp_path, capsys):
     out = tmp_path / "out"
-    given = [
-        str(tiny_pipelines("sd3")),
-        "--prompts",
-        str(prompts),
-        "--rewards",
-        "color",
-        "--seeds",
-        "1",
-        "--steps",
-        "1",
-    ]
-    assert main(["evaluate", *given, "--out", str(out)]) == 0
+    words = [tiny_pipelines("sd3"), "--prompts", prompts, "--rewards", "color", "--seeds", 1, "--steps", 1]
+    assert wfm_command("evaluate")([*words, "--out", out]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("2 prompts x 1 seed, paired by seed")
     content = json.loads((out / "evaluation.json").read_text())
     assert content["models"] == []

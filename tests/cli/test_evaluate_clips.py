@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from commands import wfm_command
 from long_videos import NUM_CLIPS, NUM_VIDEOS, psnr_by_clip, write_long_videos
 from wfm_ds.cli import model_comparison
-from wfm_ds.cli.main import main
 
+evaluate = wfm_command("evaluate")
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "world" / "nft.yaml"
 
 
@@ -56,29 +57,9 @@ def test_models_are_compared_clip_by_clip(tiny_pipelines, data, tmp_path, capsys
     counts = count_models(monkeypatch)
     recipe, frames, moves = data
     pipelines = [tiny_pipelines("world"), copy_with_other_weights(tiny_pipelines("world"), tmp_path / "other")]
-    options = [
-        "--data",
-        str(recipe),
-        "--clips",
-        str(NUM_CLIPS),
-        "--rewards",
-        "brightness",
-        "--held-out",
-        "continuation",
-    ]
-    options += [
-        "--seeds",
-        "2",
-        "--steps",
-        "3",
-        "--diversity",
-        "rgb",
-        "--guardrail",
-        "off",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(["evaluate", *map(str, pipelines), *options]) == 0
+    options = ["--data", recipe, "--clips", NUM_CLIPS, "--rewards", "brightness", "--held-out", "continuation"]
+    options += ["--seeds", 2, "--steps", 3, "--diversity", "rgb", "--guardrail", "off", "--out", tmp_path / "out"]
+    assert evaluate([*pipelines, *options]) == 0
     assert counts == [0, 0]  # one model in memory at a time
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
@@ -117,11 +98,11 @@ def test_data_that_does_not_fit_is_refused(tiny_pipelines, data, tmp_path, capsy
     texts = tmp_path / "texts.yaml"
     texts.write_text((RECIPE.parent.parent / "cp_nft.yaml").read_text())
     for model, options, message in (
-        ("world", ["--data", str(texts)], "have no frames, input images or videos; use --prompts"),
-        ("wan21", ["--data", str(recipe), "--height", "32", "--width", "32"], "--data: the recipe does not fit"),
-        ("world", ["--data", str(recipe), "--clips", "4"], "all 4 validation samples are invalid"),
+        ("world", ["--data", texts], "have no frames, input images or videos; use --prompts"),
+        ("wan21", ["--data", recipe, "--height", "32", "--width", "32"], "--data: the recipe does not fit"),
+        ("world", ["--data", recipe, "--clips", "4"], "all 4 validation samples are invalid"),
     ):
-        common = ["--rewards", "motion", "--diversity", "rgb", "--out", str(tmp_path / "out")]
+        common = ["--rewards", "motion", "--diversity", "rgb", "--out", tmp_path / "out"]
         guardrail = ["--guardrail", "off" if model == "world" else "stock"]
-        assert main(["evaluate", str(tiny_pipelines(model)), *common, *guardrail, *options]) == 2
+        assert evaluate([tiny_pipelines(model), *common, *guardrail, *options]) == 2
         assert message in capsys.readouterr().err

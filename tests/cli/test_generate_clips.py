@@ -32,19 +32,19 @@ def save_rows(folder, name, actions, camera, rows):
     options = []
     if actions is not None:
         np.save(folder / f"{name}_actions.npy", actions[rows.start : rows.stop - 1])
-        options += ["--actions", str(folder / f"{name}_actions.npy"), "--domain", "1"]
+        options += ["--actions", folder / f"{name}_actions.npy", "--domain", "1"]
     if camera is not None:
         np.save(folder / f"{name}_camera.npy", camera[rows])
-        options += ["--camera", str(folder / f"{name}_camera.npy"), "--intrinsics", *LENS]
+        options += ["--camera", folder / f"{name}_camera.npy", "--intrinsics", *LENS]
     return options
 
 
 def generate(folder, name, options, family, tiny_pipelines):
     height, width, frames = CASES[family].size
-    size = ["--height", str(height), "--width", str(width), "--frames", str(frames), "--steps", "2"]
-    common = ["--model", str(tiny_pipelines(family)), "--prompts", str(folder / "a.txt"), *size]
+    size = ["--height", height, "--width", width, "--frames", frames, "--steps", "2"]
+    common = ["--model", tiny_pipelines(family), "--prompts", folder / "a.txt", *size]
     common += ["--guardrail", "off"] if CASES[family].load_options else []
-    return wfm_command("generate")([*common, "--out", str(folder / name), *options])
+    return wfm_command("generate")([*common, "--out", folder / name, *options])
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_long_video_equals_single_calls_from_the_last_frame(family, tiny_pipel
     camera = action_string_to_c2w(f"w-{total // 2},jw-{total - 1 - total // 2}") if family == "sana_wm" else None
     (tmp_path / "a.txt").write_text("a cat\n")
     Image.fromarray(draws.integers(0, 256, (height, width, 3), np.uint8)).save(tmp_path / "frame0.png")
-    given = ["--first-frame", str(tmp_path / "frame0.png")]
+    given = ["--first-frame", tmp_path / "frame0.png"]
     options = [*save_rows(tmp_path, "long", actions, camera, slice(0, total)), *given]
-    assert generate(tmp_path, "long", [*options, "--clips", "3", "--seeds", str(SEED)], family, tiny_pipelines) == 0
+    assert generate(tmp_path, "long", [*options, "--clips", "3", "--seeds", SEED], family, tiny_pipelines) == 0
     line = json.loads((tmp_path / "long" / "samples.jsonl").read_text())
     assert (line["seed"], "failure" in line) == (SEED, False)
     assert ">clips<" in (tmp_path / "long" / "index.html").read_text()
@@ -84,9 +84,7 @@ def test_a_long_video_equals_single_calls_from_the_last_frame(family, tiny_pipel
     if family == "cosmos3":  # slices that do not overlap by the conditioning frame give another video
         shifted = np.insert(actions, frames - 1, 9.0, axis=0)[:-1]
         options = [*save_rows(tmp_path, "shifted", shifted, camera, slice(0, total)), *given]
-        assert (
-            generate(tmp_path, "shifted", [*options, "--clips", "3", "--seeds", str(SEED)], family, tiny_pipelines) == 0
-        )
+        assert generate(tmp_path, "shifted", [*options, "--clips", "3", "--seeds", SEED], family, tiny_pipelines) == 0
         np.testing.assert_array_equal(videos[-1][:frames], long[:frames])
         assert (videos[-1][frames:] != long[frames:]).any()
 
@@ -98,7 +96,7 @@ def test_clips_that_cannot_be_generated_are_refused(tiny_pipelines, tmp_path, ca
         ("wan21", [], "--clips: {model}: wan cannot continue a clip, it does not support 1 conditioning frames"),
         (
             "cosmos3",
-            ["--actions", str(tmp_path / "short.npy")],
+            ["--actions", tmp_path / "short.npy"],
             "--actions: actions has 8 rows, but 2 clips of 9 frames that overlap by 1 need 16",
         ),
         ("cosmos3", ["--frames", "1"], "--clips: clips of 1 frames are too short to be continued"),
