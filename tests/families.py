@@ -21,8 +21,11 @@ from wfm_ds.contract.case import run_reference_pipeline as run_reference_pipelin
 from wfm_ds.contract.family_under_test import SEEDS
 from wfm_ds.models import registry
 from wfm_ds.models.assets.guardrail import NoGuardrail
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.qwen_image import unpack_latents
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.models.tiny.encoders import qwen_edit_text
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 
 EXACT = {"rtol": 0, "atol": 1e-5}
@@ -383,6 +386,15 @@ DEFAULT_FAMILIES = ("sd3", "wan21")  # one image model and one video model
 def load_tiny(folder, family, dtype=torch.float32, **options):
     """Load a pipeline with the load options of its family. `options` adds to them or overrides them."""
     return registry.load_model(folder, dtype=dtype, device="cpu", **{**CASES[family].load_options, **options})
+
+
+def build_sampler(model, **settings):
+    return Sampler(
+        model=model,
+        text_cache=TextCache(model),
+        settings=SamplingRecipe(**settings),
+        forward=CountingForward(model.denoise),
+    )
 
 
 @contextlib.contextmanager

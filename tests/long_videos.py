@@ -3,12 +3,10 @@
 import numpy as np
 import torch
 
+from families import build_sampler
 from wfm_ds.demos.actions_data import PROMPT, write_files
 from wfm_ds.models import registry
-from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.clips import clip_seed
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import ConditioningFrames, Prompt
 from wfm_reward.brightness_demo import encode_actions, frame_brightness, render_frames
 
@@ -30,8 +28,7 @@ def write_long_videos(folder):
 def sample_by_hand(pipeline, video, moves, seed):
     """Generate the clips of one video one by one. Returns the new frames of each clip."""
     model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", guardrail="off", fps=8, inputs=["actions"])
-    forward = CountingForward(model.denoise)
-    sampler = Sampler(model=model, text_cache=TextCache(model), settings=SamplingRecipe(**SIZE), forward=forward)
+    sampler = build_sampler(model, **SIZE)
     clips, first = [], video[0]
     for clip in range(NUM_CLIPS):
         prompt = Prompt(id="a", text=PROMPT, inputs={"actions": encode_actions(moves[2 * clip : 2 * clip + 2])})
@@ -54,13 +51,11 @@ def mean_psnr(frames, recorded):
 
 def psnr_by_clip(pipeline, frames, moves, seed=0):
     """Return the PSNR of each video in each clip, [P videos, K clips]."""
+    clips = [sample_by_hand(pipeline, video, one, seed) for video, one in zip(frames, moves, strict=True)]
+    starts = range(1, 8 * NUM_CLIPS, 8)
     return np.array(
         [
-            [mean_psnr(clip, video[8 * k + 1 : 8 * k + 9]) for k, clip in enumerate(clips)]
-            for video, clips in zip(
-                frames,
-                [sample_by_hand(pipeline, video, one, seed) for video, one in zip(frames, moves, strict=True)],
-                strict=True,
-            )
+            [mean_psnr(clip, video[start : start + 8]) for start, clip in zip(starts, of_video, strict=True)]
+            for video, of_video in zip(frames, clips, strict=True)
         ]
     )

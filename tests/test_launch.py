@@ -265,11 +265,18 @@ def test_an_invalid_grace_period_is_refused():
 # ---- the supervisor, with a small program instead of the runner
 
 
-def supervised(code, **kwargs):
-    driver = "import os, sys\nfrom wfm_ds.launch import Supervisor\n"
-    driver += "job = Supervisor([sys.executable, '-c', sys.argv[1]], os.environ, grace_s=60, is_local=True)\n"
-    driver += "sys.exit(job.run())"
-    return subprocess.Popen([sys.executable, "-c", driver, code], stdout=subprocess.PIPE, text=True, **kwargs)
+SUPERVISE = """
+import os, sys
+from wfm_ds import launch
+launch.SHIELDED_WAIT_S = 0.2
+job = launch.LaunchJob((), {}, is_local=True, must_report_status=False, shields_runner=sys.argv[2] == "True")
+sys.exit(launch.Supervisor([sys.executable, "-c", sys.argv[1]], os.environ, job, grace_s=60).run())
+"""
+
+
+def supervised(code, *, shields=False, **kwargs):
+    words = [sys.executable, "-c", SUPERVISE, code, str(shields)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **kwargs)
 
 
 def is_running(pid):
@@ -454,19 +461,12 @@ def test_signals_to_all_processes_of_a_job_reach_ranks_but_not_deepspeed(argv, s
     """SLURM sends them to all processes."""
     job = launch.plan_launch(argv, {}, has_accelerator=False, has_hostfile=False)
     assert job.shields_runner is shields
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(7)"
-    driver = (
-        f"import os, sys; from wfm_ds.launch import Supervisor; job = Supervisor([sys.executable, '-c', {code!r}], "
+    process = supervised(
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(7)", shields=shields
     )
-    driver += f"os.environ, grace_s=60, is_local=True, shields_runner={shields}); sys.exit(job.run())"
-    ended = subprocess.run([sys.executable, "-c", driver], timeout=60, check=False)
-    assert ended.returncode == (7 if shields else 128 + signal.SIGTERM)
+    assert process.wait(WAIT_S) == (7 if shields else 128 + signal.SIGTERM)
 
 
 def test_a_job_that_has_no_ranks_yet_ends_soon_after_a_signal():
     code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
-    driver = "import os, sys; from wfm_ds import launch; launch.SHIELDED_WAIT_S = 0.2; job = launch.Supervisor("
-    driver += f"[sys.executable, '-c', {code!r}], os.environ, grace_s=60, is_local=True, shields_runner=True); "
-    driver += "sys.exit(job.run())"
-    ended = subprocess.run([sys.executable, "-c", driver], timeout=launch.TERM_WAIT_S - 5, check=False)
-    assert ended.returncode == 128 + signal.SIGKILL
+    assert supervised(code, shields=True).wait(launch.TERM_WAIT_S - 5) == 128 + signal.SIGKILL

@@ -159,18 +159,8 @@ class Supervisor:
     wait.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        grace_s: float,
-        is_local: bool,
-        shields_runner: bool = False,
-        is_single_rank: bool = False,
-    ) -> None:
-        self.grace_s, self.is_local = grace_s, is_local
-        self.shields_runner, self.is_single_rank = shields_runner, is_single_rank
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], job: LaunchJob, grace_s: float) -> None:
+        self.job, self.grace_s = job, grace_s
         self.stage, self.next_at_s, self.last_signal_s = "running", float("inf"), float("-inf")
         # Blocked because `run` receives signals by sigtimedwait, without handlers. Signals that the caller ignores
         # (nohup, background jobs) stay ignored.
@@ -181,7 +171,7 @@ class Supervisor:
 
         # SLURM sends signals to all processes of a job. SIGTERM would end DeepSpeed's processes, which would kill the
         # ranks before they have saved. Ranks unblock the signals (lifecycle.py).
-        shielded = {signal.SIGTERM, signal.SIGUSR1} if shields_runner else set()
+        shielded = {signal.SIGTERM, signal.SIGUSR1} if job.shields_runner else set()
 
         def restore_mask() -> None:  # children inherit the signal mask
             signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *shielded})
@@ -242,7 +232,7 @@ class Supervisor:
         if self.stage in ("running", "signaled"):
             print_message("sending SIGTERM to all processes of the job")
             self.signal_group(signal.SIGTERM)
-            wait_s = SHIELDED_WAIT_S if self.shields_runner and self.stage == "running" else TERM_WAIT_S
+            wait_s = SHIELDED_WAIT_S if self.job.shields_runner and self.stage == "running" else TERM_WAIT_S
             self.stage, self.next_at_s = "ending", now_s + wait_s
         elif self.stage == "ending":
             print_message("sending SIGKILL to all processes of the job")
@@ -253,9 +243,9 @@ class Supervisor:
 
     def rank_pids(self) -> list[int]:
         """Return the process ids of local ranks (children of DeepSpeed's inner launcher), or [] for a remote job."""
-        if self.is_single_rank:
+        if self.job.is_single_rank:
             return [self.child.pid]
-        if not self.is_local:
+        if not self.job.is_local:
             return []
         import psutil
 
@@ -319,15 +309,7 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
     with SocketFolder(Path(tempfile.gettempdir())) as folder:
         if job.is_local:  # the path and process id are not valid on other machines
             env |= {"WFM_STATUS_FILE": str(folder / "status.json"), "WFM_LAUNCH_PID": str(os.getpid())}
-        supervisor = Supervisor(
-            command,
-            env,
-            grace_s=grace_s,
-            is_local=job.is_local,
-            shields_runner=job.shields_runner,
-            is_single_rank=job.is_single_rank,
-        )
-        code = supervisor.run()
+        code = Supervisor(command, env, job, grace_s).run()
         if code == 0 and job.must_report_status and not has_final_status(folder / "status.json"):
             print_message(
                 "the job ended without a final status: its ranks were killed or exited early; see the output above"

@@ -10,6 +10,7 @@ from PIL import Image
 
 from clips import write_clip
 from each_case import check_each
+from families import build_sampler
 from wfm_ds.cli.main import main
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.media import load_clip
@@ -18,12 +19,9 @@ from wfm_ds.data.samples import LocalFile
 from wfm_ds.demos.squares_data import write_edits
 from wfm_ds.demos.tiny_data import write_tiny_data
 from wfm_ds.models import registry
-from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.monitoring.media_files import save_mp4
 from wfm_ds.monitoring.run_data import parse_sample
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 
 SIZE = ["--height", "32", "--width", "32", "--steps", "2"]
@@ -97,7 +95,6 @@ def test_sources_of_options_and_prompt_files_reach_the_model(images, tiny_pipeli
     _, file = generate(images, "file", prompts="edits.jsonl", model=pipeline)
     _, none = generate(images, "none", prompts="notes.jsonl", model=pipeline)
     _, mask = generate(images, "mask", "--source", str(images / "1.png"), prompts="mask.jsonl", model=pipeline)
-    settings = SamplingRecipe(height=32, width=32, eval_steps=2)
     for (folder, row), inputs in {
         ("one", 0): {"source": 1},
         ("two", 0): {"source": 2, "source_2": 1},
@@ -107,9 +104,7 @@ def test_sources_of_options_and_prompt_files_reach_the_model(images, tiny_pipeli
         ("mask", 0): {"source": 1},  # the mask is ignored
     }.items():
         model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", inputs=inputs)
-        sampler = Sampler(
-            model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise)
-        )
+        sampler = build_sampler(model, height=32, width=32, eval_steps=2)
         arrays = {name: stripes(seed) for name, seed in inputs.items()}
         prompt = Prompt(id="a", text="a red circle", inputs=arrays)
         latents = sampler.generate("sample", [prompt], [0], sampler.evaluation_plan()).clean_latents
@@ -196,16 +191,13 @@ def write_videos(folder):
 def test_control_videos_of_options_reach_the_model(tmp_path, tiny_pipelines):
     videos, pipeline = write_videos(tmp_path), tiny_pipelines("wan_vace")
     words = ["--frames", "5", "--fps", "8", "--control", str(tmp_path / "control.mp4")]
-    settings = SamplingRecipe(height=32, width=32, num_frames=5, fps=8, eval_steps=2)
     for folder, more, names in (
         ("a", [], ["control"]),
         ("b", ["--control-mask", str(tmp_path / "mask.mp4")], ["control", "control_mask"]),
     ):
         _, [line] = generate(tmp_path, folder, *words, *more, model=pipeline)
         model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", fps=8, inputs=names)
-        sampler = Sampler(
-            model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise)
-        )
+        sampler = build_sampler(model, height=32, width=32, num_frames=5, fps=8, eval_steps=2)
         prompt = Prompt(id="a", text="a red circle", inputs={name: videos[name] for name in names})
         latents = sampler.generate("sample", [prompt], [0], sampler.evaluation_plan()).clean_latents
         page = (tmp_path / folder / "index.html").read_text()

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from wfm_ds.cli.sampling_options import parse_above_zero
 from wfm_ds.errors import UserError
@@ -22,13 +22,8 @@ ACTIONS = "actions"
 DEFAULT_FILE = Path("action_stats.json")
 
 
-class TrainingPart(NamedTuple):
-    """Training samples with the same action settings. The statistics are computed over all of them."""
-
-    name: str  # name of the data set in a mixture; "" without a mixture
-    actions: ActionsRecipe
-    fps: float | None  # data.fps
-    samples: Sequence[Sample]
+TrainingPart: TypeAlias = "tuple[str, ActionsRecipe, float | None, Sequence[Sample]]"
+"""Name of the data set in a mixture, or "" without a mixture, data.actions, data.fps, and the training samples."""
 
 
 def parser() -> CommandParser:
@@ -73,7 +68,7 @@ def find_training_data(args: argparse.Namespace) -> list[TrainingPart]:
         if args.overrides:
             raise UserError(f"{args.overrides[0]}: only a recipe has keys to override")
         actions = ActionsRecipe(space=args.space)
-        return [TrainingPart("", actions, args.fps, read_folder(args.data, actions))]
+        return [("", actions, args.fps, read_folder(args.data, actions))]
     if args.space is not None or args.fps is not None:
         raise UserError("--space and --fps: a recipe has its own space and fps: remove the options")
     recipe = recipe_file.load_recipe(Path(args.data), args.overrides)
@@ -87,10 +82,10 @@ def find_training_data(args: argparse.Namespace) -> list[TrainingPart]:
     data = recipe.data.model_copy(update=unscaled)
     samples = load_data(recipe.model_copy(update={"data": data})).samples
     if data.sets is None:
-        return [TrainingPart("", data.actions, data.fps, samples)]
+        return [("", data.actions, data.fps, samples)]
     own = {name: part.actions for name, (part, _) in data.set_recipes().items() if ACTIONS in part.inputs}
     return [
-        TrainingPart(name, actions, data.fps, [sample for sample in samples if dataset_name(sample) == name])
+        (name, actions, data.fps, [sample for sample in samples if dataset_name(sample) == name])
         for name, actions in own.items()
     ]
 

@@ -11,7 +11,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
-    from wfm_ds.runs.fetch_plan import FetchItem, FetchPlan
+    from wfm_ds.runs.fetch_plan import FetchPlan
 
 MB, GB = 10**6, 10**9
 
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write("".join(f"free in {path}: {size_text(space)}\n" for path, space in free.items()))
         if args.dry_run:
             return
-        confirm_download(plan, yes=args.yes)
+        if not args.yes:
+            confirm_download(plan)
         for item in plan.items:
             item.download()
             sys.stdout.write(f"done: {item.source}\n")
@@ -50,23 +51,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe_plan(plan: FetchPlan) -> str:
-    lines = [describe_item(item) for item in plan.items]
+    lines = [
+        f"{item.purpose}: {item.source}, {size_text(item.num_bytes)}, licence {item.licence}, to {item.target}"
+        for item in plan.items
+    ]
     if len(lines) > 1:
         lines.append(f"total {size_text(plan.num_bytes)}")
     return "".join(f"{line}\n" for line in [*lines, *plan.notes])
-
-
-def describe_item(item: FetchItem) -> str:
-    return f"{item.purpose}: {item.source}, {size_text(item.num_bytes)}, licence {item.licence}, to {item.target}"
 
 
 def size_text(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / MB:.1f} MB"
 
 
-def confirm_download(plan: FetchPlan, *, yes: bool) -> None:
-    if yes:
-        return
+def confirm_download(plan: FetchPlan) -> None:
     if not sys.stdin.isatty():
         raise UserError("wfm fetch asks before it downloads, but stdin is not a terminal: add --yes or --dry-run")
     sys.stdout.write(f"Download {size_text(plan.num_bytes)}? [y/N] ")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wfm_ds.program import CommandParser
-
-if TYPE_CHECKING:
-    from wfm_ds.models.base import DiffusionModel
 
 GB = 10**9
 
@@ -61,17 +57,11 @@ def describe_model(path: str, revision: str | None = None, *, weights: bool = Fa
         "family": f"{family.family}, supported",
         "folder": str(folder),
         "LoRA on": ", ".join(family.default_lora_targets) + " (lora.target_modules)",
-        **({"inputs": describe_inputs(family) + " (data.inputs)"} if family.input_specs else {}),
     }
+    if specs := family.input_specs:
+        inputs = [f"{name}{' (required)' if spec.required else ''}" for name, spec in specs.items()]
+        rows["inputs"] = f"{', '.join(inputs)} (data.inputs)"
     components = (name for name, value in index.items() if isinstance(value, list) and value[0] is not None)
-    sizes = {name: weight_bytes(folder / name) for name in components}
+    sizes = {name: sum(file.stat().st_size for file in (folder / name).glob("*.safetensors")) for name in components}
     parts = [f"  {name:18}{size / GB:.3f} GB\n" for name, size in sizes.items() if size]
     return "".join(f"{name:10}{text}\n" for name, text in rows.items()) + "weights\n" + "".join(parts)
-
-
-def describe_inputs(family: type[DiffusionModel]) -> str:
-    return ", ".join(f"{name}{' (required)' if spec.required else ''}" for name, spec in family.input_specs.items())
-
-
-def weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -16,8 +16,6 @@ from wfm_ds.user_class import import_object
 if TYPE_CHECKING:
     from wfm_ds.contract.case import Case
 
-CHECKS_FAILED = 1
-
 
 def parser() -> CommandParser:
     p = CommandParser(
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     failed = sum(finding.message is not None for finding in applied)
     others = f", {skipped} do not apply" if (skipped := len(findings) - len(applied)) else ""
     sys.stdout.write(f"{subject.model.family}: {len(applied) - failed} of {len(applied)} checks passed{others}\n")
-    return CHECKS_FAILED if failed else 0
+    return 1 if failed else 0
 
 
 def import_case(path: str) -> Case:

@@ -128,17 +128,14 @@ def gpu_finding() -> DoctorFinding:
 
 
 def shm_finding(folder: Path = Path("/dev/shm")) -> DoctorFinding:
+    name = "shared memory"
     if not folder.is_dir():
-        return DoctorFinding(
-            "shared memory", "warning", f"{folder} does not exist", "mount a tmpfs there: NCCL needs it"
-        )
+        return DoctorFinding(name, "warning", f"{folder} does not exist", "mount a tmpfs there: NCCL needs it")
     free = shutil.disk_usage(folder).free
     text = f"{free / GIB:.2f} GiB free in {folder}"
     if free < MIN_SHM_BYTES:
-        return DoctorFinding(
-            "shared memory", "warning", text, "NCCL may fail: docker run --shm-size=16g, or --ipc=host"
-        )
-    return DoctorFinding("shared memory", "ok", text)
+        return DoctorFinding(name, "warning", text, "NCCL may fail: docker run --shm-size=16g, or --ipc=host")
+    return DoctorFinding(name, "ok", text)
 
 
 def open_files_finding() -> DoctorFinding:
@@ -159,9 +156,8 @@ def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
             listener.bind(("", port))
         except OSError as error:
             level: FindingLevel = "error" if is_needed else "warning"
-            return DoctorFinding(
-                "master port", level, f"{port}: {error.strerror}", "choose another port: --master_port PORT"
-            )
+            text = f"{port}: {error.strerror}"
+            return DoctorFinding("master port", level, text, "choose another port: --master_port PORT")
     return DoctorFinding("master port", "ok", f"{port} is free on this machine")
 
 

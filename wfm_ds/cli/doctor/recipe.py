@@ -138,13 +138,12 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
         f"estimated peak {needed / GIB:.2f} GiB, free {free / GIB:.2f} GiB {device}; a rank in the phase "
         f"{sizes.peak_phase}: {parts}"
     )
+    if fits_memory(needed, free) and needed <= SAFE_FRACTION * free:
+        return DoctorFinding("memory", "ok", text)
+    keys = suggest_keys(recipe, sizes)
     if not fits_memory(needed, free):
-        return DoctorFinding("memory", "error", text, f"change {', '.join(suggest_keys(recipe, sizes))}")
-    if needed > SAFE_FRACTION * free:
-        return DoctorFinding(
-            "memory", "warning", text, f"little margin: consider {', '.join(suggest_keys(recipe, sizes)[:2])}"
-        )
-    return DoctorFinding("memory", "ok", text)
+        return DoctorFinding("memory", "error", text, f"change {', '.join(keys)}")
+    return DoctorFinding("memory", "warning", text, f"little margin: consider {', '.join(keys[:2])}")
 
 
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
