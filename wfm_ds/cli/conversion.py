@@ -177,7 +177,9 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
     layout: str = args.layout or "diffusers"
     if args.merge and args.base is None:
         raise UserError(f"{path} is a LoRA: --merge needs its base pipeline, set --base")
-    base = find_base_folder(path, args)
+    base: Path | None = args.base and args.base.absolute()
+    if base is None and (recorded := read_base_model(path)) and (Path(recorded) / INDEX_FILE).is_file():
+        base = Path(recorded)
     source, family = read_lora(path, base)
     target = None if args.base is None else ExportTarget(args.base.absolute(), source.parts)
     if args.merge and target is not None:
@@ -203,17 +205,6 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
         tensors = [(part, source.part_tensors(part)) for part in source.parts]
         write_lora(tensors, source.settings, folder / LORA_FOLDER, shapes=None)
     return f"wrote the LoRA to {args.out / LORA_FOLDER}; its layers were not checked (set --base PIPELINE to check)"
-
-
-def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return --base if it is set, otherwise the base model's folder that the LoRA file names.
-
-    Returns None if the LoRA file names no folder that contains a pipeline.
-    """
-    if args.base is not None:
-        return Path(args.base.absolute())
-    recorded = read_base_model(path)
-    return Path(recorded) if recorded is not None and (Path(recorded) / INDEX_FILE).is_file() else None
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:

@@ -101,6 +101,7 @@ def parse_domain(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    from wfm_ds.data.samples import IMAGE_SUFFIXES
     from wfm_ds.distributed.accelerator import choose_accelerator
 
     if args.pipeline is not None and args.lora is not None:
@@ -113,17 +114,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--first-frame: needs --frames above 1")
     if args.control is not None and args.clips > 1:
         raise UserError("--control: does not work with --clips above 1: remove one of them")
-    for option, files in (("--first-frame", [args.first_frame] if args.first_frame else []), ("--source", args.source)):
-        for file in files:
-            check_image(option, file)
+    images = [("--source", file) for file in args.source]
+    images += [("--first-frame", args.first_frame)] if args.first_frame else []
+    for option, file in images:
+        if not file.is_file() or file.suffix.lower() not in IMAGE_SUFFIXES:
+            raise UserError(f"{option}: {file} is not an image; use a {', '.join(sorted(IMAGE_SUFFIXES))} file")
     choose_accelerator()  # before the next import, which imports deepspeed
     from wfm_ds.cli.generation import run_generation
 
     run_generation(args)
-
-
-def check_image(option: str, file: Path) -> None:
-    from wfm_ds.data.samples import IMAGE_SUFFIXES
-
-    if not file.is_file() or file.suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(f"{option}: {file} is not an image; use a {', '.join(sorted(IMAGE_SUFFIXES))} file")

@@ -20,6 +20,7 @@ from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
 from wfm_ds.export.weights import (
     ShardedSource,
+    TensorPlace,
     create_part_folder,
     exhaust_stream,
     file_dtype,
@@ -91,20 +92,17 @@ def write_weight_files(
     own_files = [f for f in files if f.rank == rank]
     try:
         with contextlib.ExitStack() as stack:
-            missing: dict[str, StoredTensorSpec] = {}
-            locations: dict[str, tuple[TensorFile, str]] = {}
+            missing: dict[str, TensorPlace] = {}
             for f in own_files:
-                out = TensorFile(folder / f.part / f.name, f.specs, {"format": "pt"}, sync=False)
-                stack.enter_context(out)
-                prefix = target.tensor_prefix(f.part)
-                missing |= {prefix + name: spec for name, spec in f.specs.items()}
-                locations |= {prefix + name: (out, name) for name in f.specs}
+                file = TensorFile(folder / f.part / f.name, f.specs, {"format": "pt"}, sync=False)
+                prefix, out = target.tensor_prefix(f.part), stack.enter_context(file)
+                missing |= {prefix + name: TensorPlace(out, name, spec) for name, spec in f.specs.items()}
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
             writes: deque[Future[None]] = deque()
             for name, tensor in stream:
                 if tensor is not None:
                     require_expected(name, missing)
-                    writes.append(pool.submit(_write_tensor, name, tensor, *locations[name], missing.pop(name).dtype))
+                    writes.append(pool.submit(_write_tensor, name, tensor, missing.pop(name)))
                 del tensor  # free it before the next one is gathered
                 while len(writes) > MAX_WAITING:
                     writes.popleft().result()
@@ -120,6 +118,6 @@ def write_weight_files(
     return [folder / f.part / f.name for f in own_files]
 
 
-def _write_tensor(name: str, tensor: Tensor, file: TensorFile, part_name: str, dtype: torch.dtype) -> None:
+def _write_tensor(name: str, tensor: Tensor, place: TensorPlace) -> None:
     require_finite(name, tensor)
-    file.write(part_name, tensor.to(dtype))
+    place.write(tensor)

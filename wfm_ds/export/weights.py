@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -68,6 +68,17 @@ class TensorSource(Protocol):
     def lora_config(self) -> Any:
         """Return the peft.LoraConfig of the adapter, or None after full training."""
         ...
+
+
+class TensorPlace(NamedTuple):
+    """The place of a tensor that is still to be written."""
+
+    file: TensorFile
+    name: str  # in the file
+    spec: StoredTensorSpec
+
+    def write(self, tensor: Tensor) -> None:
+        self.file.write(self.name, tensor.to(self.spec.dtype))
 
 
 class ShardedSource(Protocol):
@@ -304,9 +315,8 @@ def _write_denoiser(
 
     Untrained tensors are read from the base folder.
     """
-    missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
+    missing: dict[str, TensorPlace] = {}  # {name in `stream`: where to write it}
     with contextlib.ExitStack() as stack:
-        locations: dict[str, tuple[TensorFile, str]] = {}
         for part in target.parts:
             folder, prefix = pipeline_folder / part, target.tensor_prefix(part)
             specs = {
@@ -316,18 +326,17 @@ def _write_denoiser(
             create_part_folder(folder, target.read_config(part), shards := plan_shards(specs, shard_bytes))
             for file_name, shard in shards.items():
                 file = stack.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
-                locations |= {prefix + name: (file, name) for name in shard}
-            missing |= {prefix + name: spec for name, spec in specs.items()}
+                missing |= {prefix + name: TensorPlace(file, name, spec) for name, spec in shard.items()}
         for name, tensor in stream:
-            _check_tensor(name, tensor, missing)
-            file, part_name = locations[name]
-            file.write(part_name, tensor.to(missing.pop(name).dtype))
+            require_expected(name, missing)
+            if tensor.shape != (shape := missing[name].spec.shape):
+                raise ModelError(f"{name} is {list(tensor.shape)}, but the model has {list(shape)}: export aborted")
+            missing.pop(name).write(tensor)
             del tensor  # free it before the next one is created
         for part in target.parts if target.frozen else ():
             base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
             for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
-                file, part_name = locations[name]
-                file.write(part_name, base_weights.read_tensor(part_name).to(missing.pop(name).dtype))
+                missing.pop(name).write(base_weights.read_tensor(name.removeprefix(prefix)))
         require_complete(missing)
 
 
@@ -381,21 +390,13 @@ def name_shards(
     return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def require_complete(missing: Mapping[str, StoredTensorSpec]) -> None:
+def require_complete(missing: Mapping[str, TensorPlace]) -> None:
     """Raise ModelError unless all tensors of the denoiser were written."""
     if missing:
         raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
 
 
-def require_expected(name: str, missing: Mapping[str, StoredTensorSpec]) -> None:
+def require_expected(name: str, missing: Mapping[str, TensorPlace]) -> None:
     """Raise ModelError for the name of a tensor that is not in `missing`."""
     if name not in missing:
         raise ModelError(f"{name}: unexpected or duplicate tensor of the denoiser: export aborted")
-
-
-def _check_tensor(name: str, tensor: Tensor, missing: Mapping[str, StoredTensorSpec]) -> None:
-    require_expected(name, missing)
-    if tensor.shape != missing[name].shape:
-        raise ModelError(
-            f"{name} is {list(tensor.shape)}, but the model has {list(missing[name].shape)}: export aborted"
-        )

@@ -24,27 +24,21 @@ def scripts_folder() -> Path:
     return Path(sysconfig.get_path("scripts"))
 
 
-def packages_folder() -> Path:
-    return Path(sysconfig.get_path("purelib"))
-
-
 def script_finding(scripts: Path) -> DoctorFinding:
     script = scripts / SCRIPT_NAME
     if not script.is_file():
         return DoctorFinding(FINDING_NAME, "warning", f"{script} does not exist", FIX_ADVICE)
     try:
-        process = subprocess.run(
+        answer = subprocess.run(
             [script, VERSION_OPTION], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
+        ).stdout
     except (subprocess.TimeoutExpired, OSError) as error:
         return DoctorFinding(FINDING_NAME, "warning", f"{script} does not run: {error}", REINSTALL_COMMAND)
-    if process.stdout == f"wfm_ds {__version__}\n":
+    if answer == f"wfm_ds {__version__}\n":
         return DoctorFinding(FINDING_NAME, "ok", f"{script} supports -m")
-    if process.stdout.startswith("wfm_ds "):
-        return DoctorFinding(
-            FINDING_NAME, "warning", f"{script} starts another version: {process.stdout.strip()}", FIX_ADVICE
-        )
-    return DoctorFinding(FINDING_NAME, "warning", f"{script} does not support -m", FIX_ADVICE)
+    is_other = answer.startswith("wfm_ds ")
+    problem = f"starts another version: {answer.strip()}" if is_other else "does not support -m"
+    return DoctorFinding(FINDING_NAME, "warning", f"{script} {problem}", FIX_ADVICE)
 
 
 def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
@@ -64,7 +58,7 @@ def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
 
 
 def run_fix() -> int:
-    messages = list(repair_script(scripts_folder(), packages_folder()))
+    messages = list(repair_script(scripts_folder(), Path(sysconfig.get_path("purelib"))))
     finding = script_finding(scripts_folder())
     sys.stdout.write("".join(f"{message}\n" for message in messages) + f"{finding.text}\n")
     return 0 if finding.level == "ok" else 1

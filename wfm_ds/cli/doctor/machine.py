@@ -33,7 +33,7 @@ MAX_CLOCK_DIFFERENCE_S = 2.0  # above it, log and checkpoint times of hosts are 
 
 
 def machine_findings() -> Iterator[DoctorFinding]:
-    yield python_finding()
+    yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
     yield from (version_finding(package) for package in CHECKED_PACKAGES)
     yield gpu_finding()
     yield shm_finding()
@@ -41,10 +41,6 @@ def machine_findings() -> Iterator[DoctorFinding]:
 
 
 # ---- versions
-
-
-def python_finding() -> DoctorFinding:
-    return DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
 
 
 def version_finding(package: str) -> DoctorFinding:

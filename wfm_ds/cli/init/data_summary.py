@@ -98,7 +98,9 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
         return read_pairs(path, str(path / "*.tar"))
     if layout.kind == "media" and (file := find_conversations(path)) is not None:
         return read_conversations(file, media_path)
-    return read_media(path, layout, prompt)
+    sample_set, has_target = load_media_folder(path, layout, prompt)
+    fields = {"path": path, "recipe_path": str(path), "metadata_keys": find_shared_keys(sample_set.samples)}
+    return measure_samples(sample_set, "media", has_target=has_target, **fields)
 
 
 def has_pairs(file: Path) -> bool:
@@ -113,12 +115,6 @@ def has_pair_members(folder: Path) -> bool:
             return any(".chosen." in member.name for member in itertools.islice(tar, MAX_PROBED))
     except (OSError, tarfile.TarError) as error:
         raise DataError(f"{first} cannot be read as a tar file: {error}") from error
-
-
-def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSummary:
-    sample_set, has_target = load_media_folder(folder, layout, prompt)
-    fields = {"path": folder, "recipe_path": str(folder), "metadata_keys": find_shared_keys(sample_set.samples)}
-    return measure_samples(sample_set, "media", has_target=has_target, **fields)
 
 
 def load_media_folder(folder: Path, layout: FolderLayout, prompt: str | None) -> tuple[SampleSet, bool]:
