@@ -5,9 +5,9 @@ import json
 import pytest
 
 import s3
+from commands import wfm_command
 from each_case import check_each
 from wfm_ds.checkpoint import remote_store, store
-from wfm_ds.cli import convert
 from wfm_ds.cli.doctor import recipe as doctor_recipe
 from wfm_ds.errors import RecipeError, StorageError
 from wfm_ds.recipe import file as recipe_file
@@ -182,7 +182,7 @@ def test_a_stored_checkpoint_is_downloaded_while_it_is_read(leave, address, tmp_
     assert list(tmp_path.iterdir()) == []
     with remote_store.open_locally(str(tmp_path), tmp_path) as folder:
         assert folder == tmp_path
-    assert convert.main([f"{address}/nothing", str(tmp_path / "out")]) == 2
+    assert wfm_command("convert")([f"{address}/nothing", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == f"error: {address}/nothing: not found\n"
 
 
