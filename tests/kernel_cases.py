@@ -49,32 +49,23 @@ def coefficients(kind, count, eta=ETA):
     return sde_coefficients(kind, *rows, eta=eta, sigma_max=SIGMA_MAX).to(DEVICE)
 
 
-def transition(shape, velocity=FP32, latents=FP32, *, guided=False, seed=0):
-    """Return velocity and latents, and with `guided` also uncond_velocity and guidance_scale."""
-    case = {"velocity": normal(shape, 3 * seed, velocity), "latents": normal(shape, 3 * seed + 1, latents)}
-    if guided:
-        case |= {"uncond_velocity": normal(shape, 3 * seed + 2, velocity), "guidance_scale": 3.5}
-    return case
+def transition(shape, velocity=FP32, latents=FP32):
+    return {"velocity": normal(shape, 0, velocity), "latents": normal(shape, 1, latents)}
 
 
-def exact_mean(kind, case, eta=ETA):
-    """Return the transition's mean and std in float64, and the velocities in float64 for gradients."""
+def exact_mean(kind, case):
+    """Return the transition's mean and std in float64, and the velocity in float64 for gradients."""
     v = case["velocity"].detach().double().cpu().requires_grad_()
-    u = case.get("uncond_velocity")
-    u = None if u is None else u.detach().double().cpu().requires_grad_()
     x, count = case["latents"].double().cpu(), len(v)
     sigma, after = (torch.tensor([s[i % 5] for i in range(count)], dtype=FP64) for s in (SIGMA, SIGMA_NEXT))
-    levels = torch.full((count,), eta, dtype=FP64)
-    guided = reference.apply_guidance(v, u, case.get("guidance_scale", 1.0))
-    mean, std = reference.sde_mean_and_std(kind, x, guided, sigma, after, levels, SIGMA_MAX)
-    return mean, std, v, u
+    levels = torch.full((count,), ETA, dtype=FP64)
+    mean, std = reference.sde_mean_and_std(kind, x, v, sigma, after, levels, SIGMA_MAX)
+    return mean, std, v
 
 
-def nft_case(shape, velocity=FP32, latents=FP32, *, ref=False, seed=0):
+def nft_case(shape, velocity=FP32, latents=FP32, *, ref=False):
     names = ["velocity", "old_velocity", "clean_latents", "noise", *["ref_velocity"] * ref]
-    case = {
-        name: normal(shape, 10 * seed + i, velocity if "velocity" in name else latents) for i, name in enumerate(names)
-    }
+    case = {name: normal(shape, i, velocity if "velocity" in name else latents) for i, name in enumerate(names)}
     case["old_velocity"] = (case["velocity"].float() + 0.2 * case["old_velocity"].float()).to(velocity)
     case["velocity"].requires_grad_()
     return case | {

@@ -19,7 +19,7 @@ from typing import Any
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
-SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "guidance": "fp32", "beta": "fp32", "eps": "fp32"}
+SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "beta": "fp32", "eps": "fp32"}
 SCALAR_TYPES |= dict.fromkeys(("rows", "tokens", "tiles", "d1", "d2"), "i32")
 STRIDES = {f"{tensor}s{axis}" for tensor in "xogdch" for axis in range(3)}  # between rows of a tensor
 SCALAR_TYPES |= dict.fromkeys(STRIDES, "i32")
@@ -32,10 +32,10 @@ class KernelVariant:
     label: str
     types: dict[str, str]
     constants: dict[str, Any]
-    reads: tuple[str, ...]  # dtypes of the tensors of the latents' size that the kernel reads
-    writes: tuple[str, ...]  # dtypes of the tensors of the latents' size that the kernel writes
-    warps: int
-    max_registers: int
+    reads: tuple[str, ...] = ()  # dtypes of the tensors of the latents' size that the kernel reads
+    writes: tuple[str, ...] = ()  # dtypes of the tensors of the latents' size that the kernel writes
+    warps: int = 8
+    max_registers: int = 80
     draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
@@ -75,72 +75,48 @@ def find_kernel(name: str) -> Any:
     return getattr(triton_kernels, name, None) or getattr(norm_kernels, name)
 
 
-def _make_variant(
-    kernel: str,
-    label: str,
-    dtypes: Mapping[str, str | None],
-    *,
-    reads: tuple[str, ...] = (),
-    writes: tuple[str, ...] = (),
-    warps: int = 8,
-    max_registers: int = 80,
-    draws_noise: bool = False,
-    **constants: Any,
-) -> KernelVariant:
-    """dtypes: {name of a pointer argument without `_ptr`: its dtype (default float32), or None if it is not passed}."""
-    types = {}
+def _make_variant(kernel: str, label: str, dtypes: Mapping[str, str | None], **options: Any) -> KernelVariant:
+    """dtypes: {name of a pointer argument without `_ptr`: its dtype (default float32), or None if it is not passed}.
+
+    options: constants of the kernel, and fields of KernelVariant.
+    """
+    types, constants = {}, {}
     for name in find_kernel(kernel).arg_names:
-        dtype = dtypes.get(name.removesuffix("_ptr"), "fp32")
-        if name not in constants:
+        if name in options:
+            constants[name] = options.pop(name)
+        else:
+            dtype = dtypes.get(name.removesuffix("_ptr"), "fp32")
             types[name] = SCALAR_TYPES.get(name) or ("none" if dtype is None else f"*{dtype}")
-    return KernelVariant(
-        kernel=kernel,
-        label=label,
-        types=types,
-        constants=constants,
-        reads=reads,
-        writes=writes,
-        warps=warps,
-        max_registers=max_registers,
-        draws_noise=draws_noise,
-    )
+    return KernelVariant(kernel=kernel, label=label, types=types, constants=constants, **options)
 
 
 def _sde_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK
 
-    pairs = [("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]
-    for v, x in pairs:
-        for u in (None, v) if (v, x) in pairs[:2] else (None,):
-            for mode, more_reads in {"given": (x,), "noise": ("fp32",), "seeds": ()}.items():
-                noise = {"z": "fp32" if mode == "noise" else None, "seed": "i64" if mode == "seeds" else None}
-                yield _make_variant(
-                    "sde_kernel",
-                    f"{mode} v {v} x {x}{' guided' if u else ''}",
-                    {"v": v, "u": u, "x": x, "out": x, "mean": None, "coef": "fp64"} | noise,
-                    reads=(v, *[v] * bool(u), x, *more_reads),
-                    writes=() if mode == "given" else (x,),
-                    draws_noise=mode == "seeds",
-                    GIVEN=mode == "given",
-                    TILES=2,
-                    SPLIT=512,
-                    BLOCK=BLOCK,
-                )
+    for v, x in [("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]:
+        for mode, more_reads in {"given": (x,), "noise": ("fp32",), "seeds": ()}.items():
+            noise = {"z": "fp32" if mode == "noise" else None, "seed": "i64" if mode == "seeds" else None}
+            yield _make_variant(
+                "sde_kernel",
+                f"{mode} v {v} x {x}",
+                {"v": v, "x": x, "out": x, "mean": None, "coef": "fp64"} | noise,
+                reads=(v, x, *more_reads),
+                writes=() if mode == "given" else (x,),
+                draws_noise=mode == "seeds",
+                GIVEN=mode == "given",
+                TILES=2,
+                SPLIT=512,
+                BLOCK=BLOCK,
+            )
 
 
 def _gradient_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK
 
-    for v, u in [("bf16", None), ("fp32", None), ("bf16", "bf16")]:
-        velocities = (v, *[v] * bool(u))
-        yield _make_variant(
-            "sde_gradient_kernel",
-            f"v {v} x fp32{' guided' if u else ''}",
-            {"v": v, "u": u, "dv": v, "du": u, "coef": "fp64"},
-            reads=(*velocities, "fp32", "fp32"),
-            writes=velocities,
-            BLOCK=BLOCK,
-        )
+    for v in ("bf16", "fp32"):
+        dtypes = {"v": v, "dv": v, "coef": "fp64"}
+        reads = (v, "fp32", "fp32")
+        yield _make_variant("sde_gradient_kernel", f"v {v} x fp32", dtypes, reads=reads, writes=(v,), BLOCK=BLOCK)
 
 
 def _nft_variants() -> Iterator[KernelVariant]:

@@ -53,6 +53,7 @@ def _factor(scale: Tensor, plus_one: bool) -> Tensor:
 
 
 def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool) -> Tensor:
+    """center: subtract the mean (layer norm); otherwise RMS norm."""
     rows = x.to(scale.dtype)
     if center and not plus_one and scale.shape[:2] == (1, 1):
         return functional.layer_norm(rows, x.shape[-1:], scale[0, 0], shift[0, 0], eps).to(x.dtype)

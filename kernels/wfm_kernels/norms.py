@@ -7,17 +7,18 @@ tensor.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wfm_kernels import norm_torch
+from wfm_kernels.library import define_operator
 from wfm_kernels.ops import LATENT_DTYPES, MAX_SAMPLES, Backend, should_use_triton
 from wfm_kernels.torch_backend import EXACT_DTYPE
 
 MAX_NORM_ROW = 8192  # maximum number of channels: a program holds whole rows of two tensors in registers
+TRITON_BACKEND = "wfm_kernels.norm_triton"
 
 
 def rms_norm(
@@ -110,14 +111,6 @@ def _require_modulation(x: Tensor, **modulations: Tensor) -> None:
             raise ValueError(f"{name} must be {x.dtype} or torch.float32, got {m.dtype}")
 
 
-def _backend_module(triton: bool) -> ModuleType:
-    if triton:
-        from wfm_kernels import norm_triton  # local import: Triton is missing on most machines without a GPU
-
-        return norm_triton
-    return norm_torch
-
-
 def _empty_if(wanted: bool, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if wanted else tensor.new_empty(0)
 
@@ -126,36 +119,13 @@ def _empty_contiguous(wanted: bool, tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape if wanted else 0)
 
 
-@torch.library.custom_op("wfm_kernels::rms_norm", mutates_args=())
-def rms_norm_operator(x: Tensor, weight: Tensor | None, eps: float, round_first: bool, triton: bool) -> Tensor:
-    result: Tensor = _backend_module(triton).rms_norm(x, weight, eps, round_first)
-    return result
-
-
-@rms_norm_operator.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+@define_operator(norm_torch.rms_norm, TRITON_BACKEND)
+def rms_norm_operator(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("wfm_kernels::rms_norm_backward", mutates_args=())
-def rms_norm_backward(
-    upstream: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    round_first: bool,
-    for_x: bool,
-    for_weight: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = _backend_module(triton).rms_norm_backward(
-        upstream, x, weight, eps, round_first, for_x, for_weight
-    )
-    return grad_x, grad_weight
-
-
-@rms_norm_backward.register_fake
-def _(upstream: Tensor, x: Tensor, weight: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+@define_operator(norm_torch.rms_norm_backward, TRITON_BACKEND)
+def rms_norm_backward(upstream: Tensor, x: Tensor, weight: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     _eps, _round_first, for_x, for_weight, _triton = arguments
     return _empty_if(for_x, x), x.new_empty(0) if weight is None else _empty_if(for_weight, weight)
 
@@ -175,42 +145,14 @@ def _rms_norm_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]
 rms_norm_operator.register_autograd(_rms_norm_gradients, setup_context=_save_rms_norm)
 
 
-@torch.library.custom_op("wfm_kernels::adaptive_norm", mutates_args=())
-def adaptive_norm_operator(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool, triton: bool
-) -> Tensor:
-    """center: subtract the mean (layer norm); otherwise RMS norm."""
-    result: Tensor = _backend_module(triton).adaptive_norm(x, scale, shift, eps, center, plus_one)
-    return result
-
-
-@adaptive_norm_operator.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+@define_operator(norm_torch.adaptive_norm, TRITON_BACKEND)
+def adaptive_norm_operator(x: Tensor, *_: Any) -> Tensor:
     return _empty_contiguous(True, x)
 
 
-@torch.library.custom_op("wfm_kernels::adaptive_norm_backward", mutates_args=())
-def adaptive_norm_backward(
-    upstream: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    eps: float,
-    center: bool,
-    plus_one: bool,
-    for_x: bool,
-    for_scale: bool,
-    for_shift: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_scale, grad_shift = _backend_module(triton).adaptive_norm_backward(
-        upstream, x, scale, eps, center, plus_one, for_x, for_scale, for_shift
-    )
-    return grad_x, grad_scale, grad_shift
-
-
-@adaptive_norm_backward.register_fake
-def _(upstream: Tensor, x: Tensor, scale: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _eps, _center, _plus_one, for_x, for_scale, for_shift, _triton = arguments
+@define_operator(norm_torch.adaptive_norm_backward, TRITON_BACKEND)
+def adaptive_norm_backward(upstream: Tensor, x: Tensor, scale: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_settings, for_x, for_scale, for_shift, _triton = arguments
     return _empty_contiguous(for_x, x), _empty_contiguous(for_scale, scale), _empty_contiguous(for_shift, scale)
 
 
@@ -235,27 +177,15 @@ def _adaptive_norm_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None,
 adaptive_norm_operator.register_autograd(_adaptive_norm_gradients, setup_context=_save_adaptive_norm)
 
 
-@torch.library.custom_op("wfm_kernels::gate_residual", mutates_args=())
-def gate_residual_operator(x: Tensor, y: Tensor, gate: Tensor, triton: bool) -> Tensor:
-    result: Tensor = _backend_module(triton).gate_residual(x, y, gate)
-    return result
-
-
-@gate_residual_operator.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+@define_operator(norm_torch.gate_residual, TRITON_BACKEND)
+def gate_residual_operator(x: Tensor, *_: Any) -> Tensor:
     return _empty_contiguous(True, x)
 
 
-@torch.library.custom_op("wfm_kernels::gate_residual_backward", mutates_args=())
+@define_operator(norm_torch.gate_residual_backward, TRITON_BACKEND)
 def gate_residual_backward(
     upstream: Tensor, y: Tensor, gate: Tensor, for_y: bool, for_gate: bool, triton: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_y, grad_gate = _backend_module(triton).gate_residual_backward(upstream, y, gate, for_y, for_gate)
-    return grad_y, grad_gate
-
-
-@gate_residual_backward.register_fake
-def _(upstream: Tensor, y: Tensor, gate: Tensor, for_y: bool, for_gate: bool, triton: bool) -> tuple[Tensor, Tensor]:
     return _empty_contiguous(for_y, y), _empty_contiguous(for_gate, gate)
 
 

@@ -153,8 +153,6 @@ def sde_step(
     *,
     seeds: Tensor | None = None,
     noise: Tensor | None = None,
-    uncond_velocity: Tensor | None = None,
-    guidance_scale: float = 1.0,
     return_mean: bool = False,
     backend: Backend = "auto",
 ) -> SdeStep:
@@ -164,25 +162,21 @@ def sde_step(
     coefficients: [B,5] float64, one row of sde_coefficients per sample. A single row may be expanded to B rows.
     seeds, noise: pass exactly one of them. seeds: [B] int64 (see normal_noise). noise: shape of the latents. Both are
     ignored for samples with a std (coefficient) of 0.
-    uncond_velocity: unconditional velocity u. If it is given, guidance is applied to the velocity v in float32: u +
-    guidance_scale * (v - u).
 
     log_prob is computed from the next latents after rounding to the latents' dtype, so sde_log_prob returns the same
     bits. Not differentiable. Raises ValueError for invalid arguments.
     """
-    require_latents(velocity=velocity, latents=latents, uncond_velocity=uncond_velocity, noise=noise)
+    require_latents(velocity=velocity, latents=latents, noise=noise)
     require_coefficients(coefficients, latents)
     require_one_source(latents, seeds, noise)
     latents = latents.detach()
-    triton = should_use_triton(backend, latents, velocity, coefficients, seeds, noise, uncond_velocity)
+    triton = should_use_triton(backend, latents, velocity, coefficients, seeds, noise)
     next_latents, log_prob, mean = library.sde_step(
         velocity.detach(),
         latents,
         coefficients,
         seeds,
         None if noise is None else noise.detach(),
-        None if uncond_velocity is None else uncond_velocity.detach(),
-        guidance_scale,
         return_mean,
         triton,
     )
@@ -195,24 +189,19 @@ def sde_log_prob(
     next_latents: Tensor,
     coefficients: Tensor,
     *,
-    uncond_velocity: Tensor | None = None,
-    guidance_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> Tensor:
     """Return the log-probability of steps from latents to next_latents, averaged over the elements of each sample.
 
     The result is float32 [B] for B samples. For the arguments, see sde_step, which returns the same bits if the
     velocities have the same dtype.
-    Differentiable once, with respect to velocity and uncond_velocity. Each gradient has the dtype of its input. For
-    float16 inputs, scale the loss, because the gradients would otherwise be subnormal. Raises ValueError for invalid
-    arguments.
+    Differentiable once, with respect to velocity. For a float16 velocity, scale the loss, because the gradient would
+    otherwise be subnormal. Raises ValueError for invalid arguments.
     """
-    require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
+    require_latents(velocity=velocity, latents=latents, next_latents=next_latents)
     require_coefficients(coefficients, latents)
-    triton = should_use_triton(backend, latents, velocity, next_latents, coefficients, uncond_velocity)
-    log_prob: Tensor = library.sde_log_prob(
-        velocity, latents.detach(), next_latents.detach(), coefficients, uncond_velocity, guidance_scale, triton
-    )
+    triton = should_use_triton(backend, latents, velocity, next_latents, coefficients)
+    log_prob: Tensor = library.sde_log_prob(velocity, latents.detach(), next_latents.detach(), coefficients, triton)
     return log_prob
 
 

@@ -17,10 +17,6 @@ def sample_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
 
-def apply_guidance(velocity: Tensor, uncond_velocity: Tensor | None, scale: float) -> Tensor:
-    return velocity if uncond_velocity is None else uncond_velocity + scale * (velocity - uncond_velocity)
-
-
 def sde_mean_and_std(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -79,20 +79,10 @@ def _flatten_samples(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.reshape(len(tensor), -1).to(dtype)
 
 
-def _apply_guidance(velocity: Tensor, uncond: Tensor | None, guidance: float, dtype: torch.dtype) -> Tensor:
-    v = _flatten_samples(velocity, dtype)
-    if uncond is None:
-        return v
-    u = _flatten_samples(uncond, dtype)
-    return u + guidance * (v - u)
-
-
-def _step_mean(
-    velocity: Tensor, latents: Tensor, coefficients: Tensor, uncond: Tensor | None, guidance: float
-) -> Tensor:
+def _step_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
     dtype = working_dtype(latents)
     c_x, c_v = coefficients[:, :2].to(dtype).unsqueeze(2).unbind(1)
-    return c_x * _flatten_samples(latents, dtype) + c_v * _apply_guidance(velocity, uncond, guidance, dtype)
+    return c_x * _flatten_samples(latents, dtype) + c_v * _flatten_samples(velocity, dtype)
 
 
 def _log_prob(next_latents: Tensor, mean: Tensor, coefficients: Tensor) -> Tensor:
@@ -107,12 +97,10 @@ def sde_step(
     coefficients: Tensor,
     seeds: Tensor | None,
     noise: Tensor | None,
-    uncond: Tensor | None,
-    guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (next latents, log-probability of each sample, mean). The mean is empty unless return_mean is set."""
-    mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
+    mean = _step_mean(velocity, latents, coefficients)
     std = coefficients[:, 2:3].to(mean.dtype)
     if noise is None:
         assert seeds is not None
@@ -124,37 +112,18 @@ def sde_step(
     return next_latents, _log_prob(next_latents, mean, coefficients), returned_mean
 
 
-def sde_log_prob(
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-) -> Tensor:
-    return _log_prob(next_latents, _step_mean(velocity, latents, coefficients, uncond, guidance), coefficients)
+def sde_log_prob(velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor) -> Tensor:
+    return _log_prob(next_latents, _step_mean(velocity, latents, coefficients), coefficients)
 
 
 def sde_log_prob_backward(
-    upstream: Tensor,
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-    for_velocity: bool,
-    for_uncond: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the conditional and the unconditional velocity, empty if not requested."""
-    mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
+    upstream: Tensor, velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor
+) -> Tensor:
+    """Return the gradient of the velocity."""
+    mean = _step_mean(velocity, latents, coefficients)
     slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
     gradient = slope.to(mean.dtype).unsqueeze(1) * (_flatten_samples(next_latents, mean.dtype) - mean)
-    empty = velocity.new_empty(0)
-    if uncond is None:
-        return _restore_shape(gradient, velocity) if for_velocity else empty, empty
-    grad_velocity = _restore_shape(guidance * gradient, velocity) if for_velocity else empty
-    return grad_velocity, _restore_shape((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
+    return _restore_shape(gradient, velocity)
 
 
 def _restore_shape(rows: Tensor, tensor: Tensor) -> Tensor:

@@ -38,10 +38,6 @@ def _align_tensor(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _align_optional(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _align_tensor(tensor)
-
-
 def _split_sample(n: int, block: int) -> tuple[int, int]:
     """Return (tiles per program, programs per sample) for samples of n elements. Does not depend on the batch size."""
     blocks = -(-n // block)
@@ -57,8 +53,6 @@ def _run_sde_kernel(
     velocity: Tensor,
     latents: Tensor,
     coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
     *,
     out: Tensor,
     given: bool,
@@ -78,17 +72,15 @@ def _run_sde_kernel(
         kernels.sde_kernel,
         (split, batch),
         _align_tensor(velocity),
-        _align_optional(uncond),
         _align_tensor(latents),
         out,
-        _align_optional(noise),
+        None if noise is None else _align_tensor(noise),
         seeds,
         mean,
         coefficients,
         parts,
         n,
         coefficients.stride(0),
-        float(guidance),
         GIVEN=given,
         TILES=tiles,
         SPLIT=split,
@@ -116,8 +108,6 @@ def sde_step(
     coefficients: Tensor,
     seeds: Tensor | None,
     noise: Tensor | None,
-    uncond: Tensor | None,
-    guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, device = tuple(latents.shape), latents.device
@@ -127,8 +117,6 @@ def sde_step(
         velocity,
         latents,
         coefficients,
-        uncond,
-        guidance,
         out=next_latents,
         given=False,
         noise=noise,
@@ -138,54 +126,31 @@ def sde_step(
     return next_latents, log_prob, mean
 
 
-def sde_log_prob(
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-) -> Tensor:
-    return _run_sde_kernel(
-        velocity, latents, coefficients, uncond, guidance, out=_align_tensor(next_latents), given=True
-    )
+def sde_log_prob(velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor) -> Tensor:
+    return _run_sde_kernel(velocity, latents, coefficients, out=_align_tensor(next_latents), given=True)
 
 
 def sde_log_prob_backward(
-    upstream: Tensor,
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-    for_velocity: bool,
-    for_uncond: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, n, shape = len(latents), latents.numel() // len(latents), tuple(latents.shape)
-    for_uncond = for_uncond and uncond is not None
-    other = velocity if uncond is None else uncond
-    grad_velocity = _empty_tensor(shape if for_velocity else (0,), velocity.dtype, latents.device)
-    grad_uncond = _empty_tensor(shape if for_uncond else (0,), other.dtype, latents.device)
+    upstream: Tensor, velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor
+) -> Tensor:
+    batch, n = len(latents), latents.numel() // len(latents)
+    gradient = _empty_tensor(tuple(latents.shape), velocity.dtype, latents.device)
     coefficients = _contiguous_rows(coefficients)
     _launch_kernel(
         kernels.sde_gradient_kernel,
         (-(-n // BLOCK), batch),
         upstream,
         _align_tensor(velocity),
-        _align_optional(uncond),
         _align_tensor(latents),
         _align_tensor(next_latents),
         coefficients,
-        grad_velocity if for_velocity else None,
-        grad_uncond if for_uncond else None,
+        gradient,
         n,
         coefficients.stride(0),
-        float(guidance),
         BLOCK=BLOCK,
         warps=WARPS,
     )
-    return grad_velocity, grad_uncond
+    return gradient
 
 
 def nft_loss(
@@ -208,7 +173,7 @@ def nft_loss(
         _align_tensor(old),
         _align_tensor(clean),
         _align_tensor(noise),
-        _align_optional(ref),
+        None if ref is None else _align_tensor(ref),
         sigma.contiguous(),
         parts,
         n,
@@ -262,7 +227,7 @@ def nft_loss_backward(
         _align_tensor(old),
         _align_tensor(clean),
         _align_tensor(noise),
-        _align_optional(ref),
+        None if ref is None else _align_tensor(ref),
         sigma.contiguous(),
         reward_weight.contiguous(),
         stats,

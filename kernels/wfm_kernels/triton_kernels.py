@@ -37,18 +37,8 @@ def philox_normals(seed, base, QUADS: tl.constexpr):
 
 
 @triton.jit
-def read_velocity(v_ptr, u_ptr, row, i, mask, guidance):
-    v = load_float32(v_ptr, row, i, mask)
-    if u_ptr is not None:
-        u = load_float32(u_ptr, row, i, mask)
-        v = u + guidance * (v - u)
-    return v
-
-
-@triton.jit
 def sde_kernel(
     v_ptr,
-    u_ptr,  # None without guidance
     x_ptr,
     out_ptr,  # next latents: read if GIVEN, else written
     z_ptr,  # noise, or None
@@ -58,7 +48,6 @@ def sde_kernel(
     part_ptr,  # [B, SPLIT]
     n,
     coef_stride,
-    guidance,
     GIVEN: tl.constexpr,
     TILES: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -78,8 +67,7 @@ def sde_kernel(
         base = (part * TILES + tile) * BLOCK
         i = base + tl.arange(0, BLOCK)
         mask = i < n
-        v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
-        mean = c_x * load_float32(x_ptr, row, i, mask) + c_v * v
+        mean = c_x * load_float32(x_ptr, row, i, mask) + c_v * load_float32(v_ptr, row, i, mask)
         if GIVEN:
             out = tl.load(out_ptr + row + i, mask=mask, other=0.0)
         else:
@@ -109,15 +97,12 @@ def sde_finish_kernel(part_ptr, coef_ptr, log_prob_ptr, n, coef_stride, SPLIT: t
 def sde_gradient_kernel(
     upstream_ptr,
     v_ptr,
-    u_ptr,
     x_ptr,
     next_ptr,
     coef_ptr,
-    dv_ptr,  # or None
-    du_ptr,  # or None
+    dv_ptr,
     n,
     coef_stride,
-    guidance,
     BLOCK: tl.constexpr,
 ):
     sample = tl.program_id(1)
@@ -127,16 +112,10 @@ def sde_gradient_kernel(
     slope = (tl.load(upstream_ptr + sample).to(tl.float64) * 2 * w * c_v / n).to(tl.float32)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
-    v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
+    v = load_float32(v_ptr, row, i, mask)
     mean = c_x.to(tl.float32) * load_float32(x_ptr, row, i, mask) + c_v.to(tl.float32) * v
     gradient = slope * (load_float32(next_ptr, row, i, mask) - mean)
-    if dv_ptr is not None:
-        dv = gradient
-        if u_ptr is not None:
-            dv = guidance * gradient
-        tl.store(dv_ptr + row + i, cast_to_storage(dv, dv_ptr.dtype.element_ty), mask=mask)
-    if du_ptr is not None:
-        tl.store(du_ptr + row + i, cast_to_storage((1.0 - guidance) * gradient, du_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + row + i, cast_to_storage(gradient, dv_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

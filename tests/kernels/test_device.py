@@ -51,11 +51,9 @@ def operators(device):
 
     x, rows, table, seeds = empty(*SHAPE), empty(SHAPE[0]), empty(SHAPE[0], 8), empty(SHAPE[0], dtype=torch.int64)
     return {
-        "sde_step": lambda: triton_backend.sde_step(x, x, table, seeds, None, None, 1.0, True),
-        "sde_log_prob": lambda: triton_backend.sde_log_prob(x, x, x, table, None, 1.0),
-        "sde_log_prob_backward": lambda: triton_backend.sde_log_prob_backward(
-            rows, x, x, x, table, None, 1.0, True, False
-        ),
+        "sde_step": lambda: triton_backend.sde_step(x, x, table, seeds, None, True),
+        "sde_log_prob": lambda: triton_backend.sde_log_prob(x, x, x, table),
+        "sde_log_prob_backward": lambda: triton_backend.sde_log_prob_backward(rows, x, x, x, table),
         "nft_loss": lambda: triton_backend.nft_loss(x, x, x, x, rows, rows, None, 1.0),
         "nft_loss_backward": lambda: triton_backend.nft_loss_backward(
             rows, None, x, x, x, x, rows, rows, None, empty(7, SHAPE[0]), 1.0

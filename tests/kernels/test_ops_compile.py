@@ -18,18 +18,15 @@ def seeds(count):
 
 
 @pytest.mark.parametrize("triton", TRITON)
-@pytest.mark.parametrize("guided", [False, True])
-def test_sde_operators_are_sound(guided, triton):
-    case, rows = transition((2, 3, 7), BF16, guided=guided), coefficients("cps", 2)
-    inputs = (case["velocity"], case["latents"], rows)
-    guidance = (case.get("uncond_velocity"), case.get("guidance_scale", 1.0))
-    noise = normal((2, 3, 7), 9)
-    opcheck(library.sde_step, (*inputs, None, noise, *guidance, guided, triton), test_utils=CHECKS)
-    opcheck(library.sde_step, (*inputs, seeds(2), None, *guidance, False, triton), test_utils=CHECKS)
+def test_sde_operators_are_sound(triton):
+    case, rows = transition((2, 3, 7), BF16), coefficients("cps", 2)
+    inputs, noise = (case["velocity"], case["latents"], rows), normal((2, 3, 7), 9)
+    opcheck(library.sde_step, (*inputs, None, noise, True, triton), test_utils=CHECKS)
+    opcheck(library.sde_step, (*inputs, seeds(2), None, False, triton), test_utils=CHECKS)
     case["velocity"].requires_grad_()
     given = (case["velocity"], case["latents"], noise, rows)
-    opcheck(library.sde_log_prob, (*given, *guidance, triton), test_utils=CHECKS)
-    back = (torch.ones(2, device=DEVICE), *[t.detach() for t in given], *guidance, True, guided, triton)
+    opcheck(library.sde_log_prob, (*given, triton), test_utils=CHECKS)
+    back = (torch.ones(2, device=DEVICE), *[t.detach() for t in given], triton)
     opcheck(library.sde_log_prob_backward, back, test_utils=CHECKS)
 
 

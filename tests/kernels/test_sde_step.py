@@ -47,25 +47,24 @@ def check_against_float64(kind, case, backend):
 
 @pytest.mark.unit
 @check_each("backend", BACKENDS)
-@check_each("guided", [False, True])
 @check_each("shape", SHAPES)
-def test_step_equals_the_published_formula_in_float64(shape, guided, backend):
-    check_against_float64("flow_sde", transition(shape, guided=guided), backend)
+def test_step_equals_the_published_formula_in_float64(shape, backend):
+    check_against_float64("flow_sde", transition(shape), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)])
 def test_every_sampler_in_every_precision(dtypes, kind, backend):
-    check_against_float64(kind, transition((3, 4, 7, 5), *dtypes, guided=kind == "dance"), backend)
+    check_against_float64(kind, transition((3, 4, 7, 5), *dtypes), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("source", ["seeds", "noise"])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, FP16)])
 def test_training_reads_the_log_prob_of_the_rollout_bit_for_bit(dtypes, source, backend):
-    for shape, guided in [((3, 37, 41), False), ((2, 3, 7, 11, 5), True), ((1, 3 * BLOCK + 7), True)]:
-        case = transition(shape, *dtypes, guided=guided)
+    for shape in [(3, 37, 41), (2, 3, 7, 11, 5), (1, 3 * BLOCK + 7)]:
+        case = transition(shape, *dtypes)
         chosen = {"seeds": seeds(shape[0])} if source == "seeds" else {"noise": normal(shape, 5)}
         step, again = both(case, coefficients("flow_sde", shape[0]), backend, **chosen)
         assert step.log_prob.isfinite().all()
@@ -76,10 +75,10 @@ def test_training_reads_the_log_prob_of_the_rollout_bit_for_bit(dtypes, source, 
 def test_a_sample_has_the_same_bits_in_any_batch_and_at_any_place(latents):
     """Only the Triton backend guarantees this."""
     shape = (4, 3, 997)
-    case, rows = transition(shape, BF16, latents, guided=True), coefficients("dance", 4)
+    case, rows = transition(shape, BF16, latents), coefficients("dance", 4)
     whole = sde_step(**case, coefficients=rows, seeds=seeds(4), backend="triton")
     for chosen in ([2], [3, 0], [1, 1, 2, 0]):
-        part = {k: t[chosen] if isinstance(t, torch.Tensor) else t for k, t in case.items()}
+        part = {k: t[chosen] for k, t in case.items()}
         step = sde_step(**part, coefficients=rows[chosen], seeds=seeds(4)[chosen], backend="triton")
         assert torch.equal(step.next_latents, whole.next_latents[chosen])
         assert torch.equal(step.log_prob, whole.log_prob[chosen])
@@ -128,15 +127,10 @@ def test_one_table_row_applies_to_the_whole_batch(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_layout_does_not_change_the_result(backend):
-    case, rows = transition((2, 6, 10, 30), guided=True), coefficients("flow_sde", 2)
+    case, rows = transition((2, 6, 10, 30)), coefficients("flow_sde", 2)
     want = sde_step(**case, coefficients=rows, seeds=seeds(2), backend=backend)
-    channels_last = {
-        k: t.to(memory_format=torch.channels_last) if isinstance(t, torch.Tensor) else t for k, t in case.items()
-    }
-    unaligned = {
-        k: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) if isinstance(t, torch.Tensor) else t
-        for k, t in case.items()
-    }
+    channels_last = {k: t.to(memory_format=torch.channels_last) for k, t in case.items()}
+    unaligned = {k: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for k, t in case.items()}
     assert unaligned["latents"].data_ptr() % 16
     for other in (channels_last, unaligned):
         got = sde_step(**other, coefficients=rows.T.contiguous().T, seeds=seeds(2), backend=backend)
@@ -156,7 +150,7 @@ def test_half_precision_is_rounded_to_nearest_even_by_the_kernel():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_has_no_gradient(backend):
-    case = transition((2, 9), guided=True)
+    case = transition((2, 9))
     case["velocity"].requires_grad_()
     step = sde_step(**case, coefficients=coefficients("cps", 2), seeds=seeds(2), return_mean=True, backend=backend)
     assert not any(t.requires_grad for t in (step.next_latents, step.log_prob, step.mean))
@@ -169,7 +163,6 @@ def test_a_step_has_no_gradient(backend):
         ({"velocity": torch.zeros(2, 8)}, "one shape"),
         ({"velocity": torch.zeros(2, 9).long()}, "velocity must be float32, bfloat16 or float16"),
         ({"latents": torch.zeros(2, 9).double()}, "float64 is for verifying"),
-        ({"uncond_velocity": torch.zeros(1, 9)}, "one shape"),
         ({"noise": torch.zeros(2, 9)}, "either seeds or noise, got both"),
         ({"seeds": None}, "either seeds or noise, got neither"),
         ({"seeds": None, "noise": torch.zeros(2, 1)}, "one shape"),
