@@ -36,7 +36,7 @@ def test_replays_equal_plain_calls_and_outputs_are_separate_tensors(network, rep
     batches = [range(3), range(3, 6), range(2), range(6, 9)]
     results = [call(through(replays), numbers) for numbers in batches]
     assert all(torch.equal(got, call(network, numbers)) for got, numbers in zip(results, batches, strict=True))
-    assert replays.num_recordings == 2, "of batches of 3 and of 2"
+    assert len(replays.recordings) == 2, "of batches of 3 and of 2"
 
 
 def test_each_kind_of_call_has_its_own_graph(network, replays):
@@ -44,10 +44,10 @@ def test_each_kind_of_call_has_its_own_graph(network, replays):
     call(run, range(2))
     for other in ({"joint_attention_kwargs": None}, {"skip_layers": [0]}):
         assert torch.equal(call(run, range(2), **other), call(network, range(2), **other))
-    assert replays.num_recordings == 3
+    assert len(replays.recordings) == 3
     call(through(replays, "ema"), range(2))
     call(run, range(2))
-    assert replays.num_recordings == 4
+    assert len(replays.recordings) == 4
 
 
 def test_replays_see_in_place_changes_and_moved_weights_are_recorded_again():
@@ -59,15 +59,15 @@ def test_replays_see_in_place_changes_and_moved_weights_are_recorded_again():
         network.weight.mul_(2)
     assert not torch.equal(run(input=x), before)
     assert torch.equal(run(input=x), network(x))
-    assert replays.num_recordings == 1
+    assert len(replays.recordings) == 1
     run(input=x[:1])
     network.weight.data = network.weight.data.clone() + 1
     replays.drop_stale_recordings()
     assert torch.equal(run(input=x), network(x))
-    assert replays.num_recordings == 1, "what was recorded with the old memory is gone"
+    assert len(replays.recordings) == 1, "what was recorded with the old memory is gone"
     replays.drop_stale_recordings()
     assert torch.equal(run(input=x), network(x))
-    assert replays.num_recordings == 1, "and nothing else"
+    assert len(replays.recordings) == 1, "and nothing else"
 
 
 def test_texts_of_many_lengths_keep_a_bounded_number_of_recordings(caplog):
@@ -86,8 +86,8 @@ def test_texts_of_many_lengths_keep_a_bounded_number_of_recordings(caplog):
         assert torch.equal(replays("old", (common,), {}), common.cumsum(1))
         text = torch.randn(2, length)
         assert torch.equal(replays("old", (text,), {}), text.cumsum(1))
-        assert replays.num_recordings <= cuda_graphs.MAX_RECORDINGS
-    assert replays.num_recordings == cuda_graphs.MAX_RECORDINGS
+        assert len(replays.recordings) <= cuda_graphs.MAX_RECORDINGS
+    assert len(replays.recordings) == cuda_graphs.MAX_RECORDINGS
     assert num_calls(7) == 1 + 100, "one recording and 100 replays"
     replays("old", (torch.randn(2, 109),), {})
     assert num_calls(109) == 1 + 2, "the newest length is still recorded"

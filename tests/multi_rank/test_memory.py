@@ -95,7 +95,7 @@ def measured_on_rank(folder, family, config, lora, checkpointing, dtype, side, d
                 engine.update_ema()
             peaks["optimizer"], live.peak = live.peak, live.current
     elsewhere = {storage_id(t): t.untyped_storage().nbytes() for t in (*denoiser.parameters(), *denoiser.buffers())}
-    outside = sum(size for key, size in elsewhere.items() if not live.is_counted(key))
+    outside = sum(size for key, size in elsewhere.items() if key not in live.counted_storages)
     beside = ("VAE", "other parts", "texts", "rollouts")
     parts = {phase: {k: v for k, v in found.phases[phase].items() if k not in beside} for phase in peaks}
     return {

@@ -205,10 +205,10 @@ def replay_and_train(config, lora):
         for policy in ("train", "old"):
             with engine.use_policy(policy), torch.no_grad():
                 want = predict(engine.forward_module, range(3))
-                recordings.append(engine.graphs.num_recordings)
+                recordings.append(len(engine.graphs.recordings))
                 with engine.replay_graphs():
                     outputs.append(predict(engine.forward_module, range(3)))
-                recordings.append(engine.graphs.num_recordings)
+                recordings.append(len(engine.graphs.recordings))
             equal.append(torch.equal(outputs[-1], want))
         plain_step(engine, step)
         engine.update_policy("old", 0.5)

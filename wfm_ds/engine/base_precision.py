@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, require_fp8
-from wfm_ds.engine.frozen_linear import FrozenLinear
-from wfm_ds.engine.low_bit_linear import Int8Linear, Nf4Linear
+from wfm_ds.engine.low_bit_linear import FrozenLinear, Int8Linear, Nf4Linear
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import BasePrecision
 
@@ -81,11 +80,7 @@ def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]
         for path, layer in block.named_modules(prefix=block_path):
             inside = path.removeprefix(block_path).split(".")
             modulates = any("norm" in part or part in in_float32 for part in inside)
-            fits = (
-                type(layer) is nn.Linear
-                and not layer.in_features % SIDE_MULTIPLE
-                and not layer.out_features % SIDE_MULTIPLE
-            )
-            if fits and not modulates:
+            sides = (layer.in_features, layer.out_features) if type(layer) is nn.Linear else (1,)
+            if not modulates and all(side % SIDE_MULTIPLE == 0 for side in sides):
                 eligible.append((path, layer))
     return eligible

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from wfm_ds.recipe.shared_defaults import Checkpointing
@@ -26,8 +26,6 @@ ATTENTION_OPERATORS = frozenset(
 )
 """Fused attention operators. Their backward passes read their inputs and outputs only."""
 
-Outputs: TypeAlias = deque[Any]
-
 
 def enable_checkpointing(denoiser: nn.Module, setting: Checkpointing) -> None:
     """Enable gradient checkpointing of the transformer blocks. setting: value of model.gradient_checkpointing."""
@@ -40,7 +38,12 @@ def enable_checkpointing(denoiser: nn.Module, setting: Checkpointing) -> None:
 
 def checkpoint_except_attention(block: nn.Module, *args: Any) -> Any:
     """Run a block. Its backward pass recomputes all activations except the attention outputs of `keeps_output`."""
-    return checkpoint(block.__call__, *args, use_reentrant=False, context_fn=_share_outputs)
+
+    def share_outputs() -> tuple[_KeepOutputs, _ReuseOutputs]:
+        outputs: deque[Any] = deque()
+        return _KeepOutputs(outputs), _ReuseOutputs(outputs)
+
+    return checkpoint(block.__call__, *args, use_reentrant=False, context_fn=share_outputs)
 
 
 @functools.cache
@@ -64,17 +67,12 @@ def keeps_output(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(key.shape[axis] >= query.shape[axis]) and not values.get("dropout_p")
 
 
-def _share_outputs() -> tuple[_KeepOutputs, _ReuseOutputs]:
-    outputs: Outputs = deque()
-    return _KeepOutputs(outputs), _ReuseOutputs(outputs)
-
-
 # torch's create_selective_checkpoint_contexts requires that both passes call equally many operators of each type. At
 # ZeRO-3, they do not: DeepSpeed gathers weights inside the block and prefetches others at different times.
 
 
 class _KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, outputs: Outputs) -> None:
+    def __init__(self, outputs: deque[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
 
@@ -82,12 +80,12 @@ class _KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if keeps_output(func, args, kwargs or {}):
             # Autograd attaches a graph to the result. The kept tensors must not reference this graph.
-            self._outputs.append(tree_map(_detach, result))
+            self._outputs.append(tree_map_only(Tensor, Tensor.detach, result))
         return result
 
 
 class _ReuseOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, outputs: Outputs) -> None:
+    def __init__(self, outputs: deque[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
 
@@ -95,7 +93,3 @@ class _ReuseOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._outputs and keeps_output(func, args, kwargs or {}):
             return self._outputs.popleft()
         return func(*args, **(kwargs or {}))
-
-
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from wfm_ds.errors import UserError
 
@@ -44,7 +44,7 @@ class GraphReplayer:
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._network, self._parameters = network, parameters
-        self._recordings: dict[Hashable, RecordedCall] = {}  # least recently used first
+        self.recordings: dict[Hashable, RecordedCall] = {}  # least recently used first
         self._has_warned = False
         self._weight_addresses: list[tuple[Tensor, int]] = []
         self._captures: dict[torch.device, CaptureFunction] = {}
@@ -53,7 +53,7 @@ class GraphReplayer:
         """Discard all recordings if the address of a weight has changed. Call it before each rollout."""
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
             log.info("addresses of weights have changed: CUDA graphs of all forward passes are recorded again")
-            self._recordings.clear()
+            self.recordings.clear()
             self._weight_addresses = []
 
     @torch.no_grad()
@@ -62,23 +62,19 @@ class GraphReplayer:
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))
-        recording = self._recordings.pop(signature, None)
+        recording = self.recordings.pop(signature, None)
         if recording is None:
             self._drop_oldest_recordings()
             recording = self._record(values, layout, tensors[0].device)
-        self._recordings[signature] = recording
+        self.recordings[signature] = recording
         for input_tensor, tensor in zip(recording.inputs, tensors, strict=True):
             input_tensor.copy_(tensor)
         recording.replay()
-        return tree_map(clone_tensor, recording.output)
-
-    @property
-    def num_recordings(self) -> int:
-        return len(self._recordings)
+        return tree_map_only(Tensor, Tensor.clone, recording.output)  # the next replay overwrites the output
 
     def _drop_oldest_recordings(self) -> None:
         """Make room for one more recording."""
-        while len(self._recordings) >= MAX_RECORDINGS:
+        while len(self.recordings) >= MAX_RECORDINGS:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
@@ -87,10 +83,10 @@ class GraphReplayer:
                     MAX_RECORDINGS,
                     NUM_WARM_UPS,
                 )
-            del self._recordings[next(iter(self._recordings))]
+            del self.recordings[next(iter(self.recordings))]
 
     def _record(self, values: list[Any], layout: Any, device: torch.device) -> RecordedCall:
-        if not self._recordings:
+        if not self.recordings:
             self._weight_addresses = [(parameter, parameter.data_ptr()) for parameter in self._parameters()]
         inputs = [value.clone() if isinstance(value, Tensor) else value for value in values]
         args, kwargs = tree_unflatten(inputs, layout)
@@ -119,11 +115,6 @@ class ReplayingNetwork:
 
 def argument_signature(value: Any) -> Hashable:
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
-
-
-def clone_tensor(value: Any) -> Any:
-    """Copy a tensor, so that the next replay does not overwrite it. Other values are returned unchanged."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def choose_capture(device: torch.device) -> CaptureFunction:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,20 +42,13 @@ class Flops:
 
 
 def convolution_backward_flops(
-    grad_out_shape: list[int],
-    x_shape: list[int],
-    w_shape: list[int],
-    _bias: Any,
-    _stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    _output_padding: Any,
-    _groups: int,
-    output_mask: Sequence[bool],
-    **_: Any,
+    grad_out_shape: list[int], x_shape: list[int], w_shape: list[int], *arguments: Any, **_: Any
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass. torch's own formula is wrong for grouped convolutions."""
+    """Return the FLOPs of a convolution's backward pass. torch's own formula is wrong for grouped convolutions.
+
+    The arguments are those of aten::convolution_backward, with shapes instead of tensors.
+    """
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = arguments
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
@@ -79,7 +72,6 @@ def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpo
             torch.autograd.backward(prediction.sum())
         return forward, counter.get_total_flops() - forward
 
-    module: Any = denoiser
     forward, backward = count_passes()
     recompute = 0
     if checkpointing:
@@ -88,22 +80,17 @@ def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpo
             without = count_passes()[1] if checkpointing == "attention" else backward
             enable_checkpointing(denoiser, checkpointing)
             recompute = count_passes()[1] - without
-        module.disable_gradient_checkpointing()
-    return Flops(forward, backward, recompute, count_without_adapters(denoiser, predict) or forward)
-
-
-def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
-    """Return the FLOPs of `predict` with adapters disabled, or None if the denoiser has no adapters."""
-    adapters = find_adapter_layers(denoiser)
-    if not adapters:
-        return None
-    for part in adapters:
-        part.enable_adapters(False)
-    with make_flop_counter() as counter, torch.no_grad():
-        predict()
-    for part in adapters:
-        part.enable_adapters(True)
-    return int(counter.get_total_flops())
+        cast(Any, denoiser).disable_gradient_checkpointing()
+    without_adapters = forward
+    if adapters := find_adapter_layers(denoiser):
+        for part in adapters:
+            part.enable_adapters(False)
+        with make_flop_counter() as counter, torch.no_grad():
+            predict()
+        for part in adapters:
+            part.enable_adapters(True)
+        without_adapters = counter.get_total_flops()
+    return Flops(forward, backward, recompute, without_adapters)
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
@@ -127,15 +114,6 @@ class FlopCount:
         return FlopCount(self.required + other.required, self.recomputed + other.recomputed)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardKind:
-    """Dictionary key of a forward pass. Forward passes with equal keys have the same FLOPs per sample."""
-
-    shapes: Hashable
-    with_gradient: bool
-    with_adapters: bool  # False if adapters are disabled
-
-
 class FlopCounter:
     """Records the forward passes of one rank and returns their total FLOPs (`pop_count`)."""
 
@@ -144,7 +122,8 @@ class FlopCounter:
         original.
         """
         self._meta_denoiser, self._checkpointing = meta_denoiser, checkpointing
-        self._samples: Counter[ForwardKind] = Counter()
+        # {(shapes, with_gradient, with_adapters): number of samples}
+        self._samples: Counter[tuple[Hashable, bool, bool]] = Counter()
         self._examples: dict[Hashable, Arguments] = {}
         self._flops: dict[Hashable, Flops] = {}
         self._warned = False
@@ -164,13 +143,16 @@ class FlopCounter:
     def record_forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
     ) -> None:
-        """Record a forward pass with these arguments. Tensors and lists must have one row or item per sample."""
+        """Record a forward pass with these arguments. Tensors and lists must have one row or item per sample.
+
+        with_adapters: False if adapters are disabled.
+        """
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
             tuple(zip(kwargs, map(_argument_shape, kwargs.values()), strict=True)),
         )
-        self._samples[ForwardKind(shapes, with_gradient, with_adapters)] += batch
+        self._samples[shapes, with_gradient, with_adapters] += batch
         if shapes not in self._examples:
             self._examples[shapes] = (
                 tuple(map(_single_sample, args)),
@@ -183,7 +165,7 @@ class FlopCounter:
         Returns None if the denoiser reads values of tensors, because meta tensors have no values.
         """
         try:
-            return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
+            return sum((self._count_forwards(*kind, samples) for kind, samples in self._samples.items()), FlopCount())
         except RuntimeError as error:
             if not self._warned:
                 log.warning("cannot count the FLOPs of this denoiser, so TFLOP/s are not reported: %s", error)
@@ -195,15 +177,15 @@ class FlopCounter:
     def discard(self) -> None:
         self._samples.clear()
 
-    def _count_forwards(self, kind: ForwardKind, samples: int) -> FlopCount:
-        if kind.shapes not in self._flops:
-            args, kwargs = self._examples[kind.shapes]
-            self._flops[kind.shapes] = measure_flops(
+    def _count_forwards(self, shapes: Hashable, with_gradient: bool, with_adapters: bool, samples: int) -> FlopCount:
+        if shapes not in self._flops:
+            args, kwargs = self._examples[shapes]
+            self._flops[shapes] = measure_flops(
                 self._meta_denoiser, lambda: self._meta_denoiser(*args, **kwargs)[0], checkpointing=self._checkpointing
             )
-        flops = self._flops[kind.shapes]
-        forward = flops.forward if kind.with_adapters else flops.forward_without_adapters
-        if not kind.with_gradient:
+        flops = self._flops[shapes]
+        forward = flops.forward if with_adapters else flops.forward_without_adapters
+        if not with_gradient:
             return FlopCount(samples * forward)
         return FlopCount(samples * (forward + flops.backward), samples * flops.recompute)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.engine.low_bit_linear import FrozenLinear
 from wfm_ds.errors import RecipeError
 from wfm_kernels import quantise_rows
 
@@ -124,7 +124,6 @@ def set_fast_accumulation(network: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def use_fast_accumulation(network: nn.Module) -> Iterator[None]:
-    """Enable fast accumulation for the `with` block."""
     set_fast_accumulation(network, True)
     try:
         yield

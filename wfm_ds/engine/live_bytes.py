@@ -20,7 +20,7 @@ class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.current = self.peak = 0
-        self._counted_storages: set[int] = set()
+        self.counted_storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -32,20 +32,17 @@ class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add_storage(tensor.untyped_storage())
         return result
 
-    def is_counted(self, key: int) -> bool:
-        return key in self._counted_storages
-
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._counted_storages:  # another view of a counted storage
+        if key in self.counted_storages:  # another view of a counted storage
             return
-        self._counted_storages.add(key)
+        self.counted_storages.add(key)
         self.current += size
         self.peak = max(self.peak, self.current)
         weakref.finalize(storage, self._drop_storage, key, size)
 
     def _drop_storage(self, key: int, size: int) -> None:
-        self._counted_storages.discard(key)
+        self.counted_storages.discard(key)
         self.current -= size
 
 

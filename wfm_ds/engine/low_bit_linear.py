@@ -1,22 +1,49 @@
-"""Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use. They save only memory."""
+"""Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use, and their base class."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from wfm_ds.engine.frozen_linear import FrozenLinear
 from wfm_ds.engine.optional_packages import require_package
 
 INT8_MAX = 127  # int8 range is [-127, 127]
 NF4_BLOCK = 64  # weight elements per scale in NF4
 
 
+class FrozenLinear(nn.Linear):
+    """A linear layer without a weight parameter. Subclasses define how the weight is stored and multiplied.
+
+    Subclasses must store the weight in integer buffers outside state dicts, so that casting, saving or partitioning the
+    module does not affect it.
+    """
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Round the weight of `layer` to `dtype` (the dtype of the model) and store it on the device."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.dtype = dtype
+        self.store_weight(layer.weight.detach().to(device, dtype))
+
+    def store_weight(self, weight: Tensor) -> None:
+        """Set the buffers that store `weight` [outputs, inputs]."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
+        """The weight [outputs, inputs] in the model's dtype. It is dequantised at each access."""
+        raise NotImplementedError
+
+
 class LowBitLinear(FrozenLinear):
-    """A linear layer that dequantises its weight in each forward pass and again in the backward pass."""
+    """A layer that dequantises its weight in each forward pass and again in the backward pass: it saves only memory."""
+
+    codes: Tensor
+    scale_bits: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _RestoredMatmul.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
@@ -37,9 +64,6 @@ class _RestoredMatmul(torch.autograd.Function):
 class Int8Linear(LowBitLinear):
     """A linear layer that stores its weight as integers from -127 to 127 and one float32 scale per row."""
 
-    codes: Tensor
-    scale_bits: Tensor
-
     def store_weight(self, weight: Tensor) -> None:
         scale = weight.float().abs().amax(1, keepdim=True) / INT8_MAX
         scale = torch.where(scale > 0, scale, 1.0)
@@ -56,9 +80,6 @@ class Nf4Linear(LowBitLinear):
 
     Each element has 4 bits, and each block of 64 elements has a float32 scale.
     """
-
-    codes: Tensor
-    scale_bits: Tensor
 
     def store_weight(self, weight: Tensor) -> None:
         operators = load_nf4_operators()

@@ -34,7 +34,7 @@ class ExtraAdapter:
     All other optimizer settings come from the recipe section `optimizer`.
     """
 
-    lr: float  # constant learning rate
+    lr: float
     betas: tuple[float, float]
 
     def optimizer_options(self, options: OptimizerRecipe) -> OptimizerRecipe:
@@ -52,42 +52,27 @@ def build_optimizer(
 
     extra_options: {name of an extra adapter: its options}. With extra adapters, the result is an AdapterwiseOptimizer.
     """
-    optimizer_class, settings = choose_optimizer(options, device)
-    if not extra_options:
-        trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
-        return optimizer_class(trained, **settings)
-    groups = [
-        {"params": adapter_parameters(denoiser, name), "adapter": name, "lr": own.lr, "betas": own.betas}
-        for name, own in {DEFAULT_ADAPTER: options, **extra_options}.items()
-    ]
-    return make_adapterwise(optimizer_class)(groups, **settings)
-
-
-def choose_optimizer(
-    options: OptimizerRecipe, device: torch.device
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    settings: dict[str, Any] = {
-        "lr": options.lr,
-        "betas": options.betas,
-        "eps": options.eps,
-        "weight_decay": options.weight_decay,
-    }
+    settings: dict[str, Any] = options.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     if options.name == "adamw":
-        return torch.optim.AdamW, settings | {"fused": should_use_fused(device)}
-    require_package("bitsandbytes", "optimizer.name: adamw8bit")
-    import bitsandbytes
+        optimizer_class, settings["fused"] = torch.optim.AdamW, should_use_fused(device)
+    else:
+        require_package("bitsandbytes", "optimizer.name: adamw8bit")
+        import bitsandbytes
 
-    return bitsandbytes.optim.AdamW8bit, settings
-
-
-def adapter_parameters(denoiser: nn.Module, adapter: str) -> list[nn.Parameter]:
-    return [p for name, p in denoiser.named_parameters() if p.requires_grad and f".{adapter}." in name]
-
-
-def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+        optimizer_class = bitsandbytes.optim.AdamW8bit
+    trained = {name: parameter for name, parameter in denoiser.named_parameters() if parameter.requires_grad}
+    if not extra_options:
+        return optimizer_class(trained.values(), **settings)
+    groups = [
+        {
+            "params": [parameter for name, parameter in trained.items() if f".{adapter}." in name],
+            **{"adapter": adapter, "lr": own.lr, "betas": own.betas},
+        }
+        for adapter, own in {DEFAULT_ADAPTER: options, **extra_options}.items()
+    ]
     adapterwise_class = type(f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {})
     ZERO_SUPPORTED_OPTIMIZERS.append(adapterwise_class)  # otherwise DeepSpeed warns that the optimizer is untested
-    return adapterwise_class
+    return adapterwise_class(groups, **settings)
 
 
 class AdapterwiseOptimizer(torch.optim.Optimizer):

@@ -113,7 +113,7 @@ class Adapters:
             parameter.requires_grad_(any(f".{adapter}." in name for adapter in trained))
         self.layers = find_adapter_layers(denoiser)  # PEFT's set_adapter would search them at each switch
         self._module_copies = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]
-        self.activate("default")
+        self.activate(DEFAULT_ADAPTER)
 
     def activate(self, name: str | None) -> None:
         """Activate the adapter with this name. None disables all adapters."""

@@ -20,7 +20,7 @@ from wfm_ds.engine.block_compilation import compile_blocks
 from wfm_ds.engine.checkpointing import enable_checkpointing
 from wfm_ds.engine.fp8_training import train_in_float8
 from wfm_ds.engine.fused_norms import fuse_norms
-from wfm_ds.engine.policies import NO_ADAPTERS, Adapters, AdapterTensors, add_adapters, set_trainable
+from wfm_ds.engine.policies import Adapters, AdapterTensors, add_adapters, set_trainable
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
@@ -42,8 +42,8 @@ def prepare_denoiser(
     block_classes: Sequence[type[nn.Module]],
     frozen: AbstractSet[str],
     initial_adapter: AdapterTensors | None,
-    extra_adapters: Sequence[str] = (),
-    frozen_adapters: Mapping[str, AdapterTensors] = NO_ADAPTERS,
+    extra_adapters: Sequence[str],
+    frozen_adapters: Mapping[str, AdapterTensors],
     shard_tokens: TokenSharding,
 ) -> Adapters | None:
     """Prepare a denoiser in place for training. All ranks must call this. Returns the adapters, or None without LoRA.
@@ -70,7 +70,9 @@ def prepare_denoiser(
             extra=extra_adapters,
             frozen=frozen_adapters,
         )
-        cast_adapters(denoiser, dtype)
+        for parameter in denoiser.parameters():
+            if not hasattr(parameter, "ds_id"):  # not one of the partitioned base weights
+                parameter.data = parameter.data.to(dtype)
         logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, len(adapters.layers), ", ".join(targets))
     enable_checkpointing(denoiser, recipe.model.gradient_checkpointing)
     if world.replica is not None:
@@ -138,9 +140,3 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
         parameter.partition()
         # The partitioned parameter's tensor is empty. DeepSpeed gathers the parameter on the device of this tensor.
         parameter.data = parameter.data.to(init.local_device)
-
-
-def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in denoiser.parameters():
-        if not hasattr(parameter, "ds_id"):
-            parameter.data = parameter.data.to(dtype)

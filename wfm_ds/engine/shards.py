@@ -67,12 +67,6 @@ class Shards:
         """Return {state: tensor} for each optimizer group. It is empty before the first step."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
-    def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer states. states: {state: one tensor per optimizer group}."""
-        for group, flat in enumerate(self._optimizer_flats()):
-            group_states = {name: flats[group] for name, flats in states.items()}
-            write_states(self.ds.optimizer.optimizer, flat, group_states)
-
     def training_states(self) -> dict[str, list[Tensor]]:
         """Return {state: one tensor per optimizer group}: `train` (the master weights) and the optimizer states.
 
@@ -94,7 +88,9 @@ class Shards:
             if name.startswith(OPTIMIZER_PREFIX)
         }
         if optimizer_states:
-            self.load_optimizer_states(optimizer_states)
+            for group, flat in enumerate(self._optimizer_flats()):
+                group_states = {name: flats[group] for name, flats in optimizer_states.items()}
+                write_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def _optimizer_flats(self) -> list[Tensor]:
         optimizer = self.ds.optimizer

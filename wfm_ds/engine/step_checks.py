@@ -53,10 +53,9 @@ class GradientWatch:
             layer, is_lora, _ = name.partition(".lora_")
             is_watched = adapter is None or f".{adapter}." in name
             if is_watched and parameter.requires_grad and not (is_lora and f"{layer}.weight" in frozen):
-                self.watched[name] = parameter.register_post_accumulate_grad_hook(self._make_hook(name))
-
-    def _make_hook(self, name: str) -> Callable[[Any], None]:
-        return lambda _: self._names_with_gradient.add(name)
+                self.watched[name] = parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._names_with_gradient.add(name)
+                )
 
     def check_gradients(self, world: World) -> None:
         """Check that the watched parameters received gradients. All ranks must call this before the optimizer step.

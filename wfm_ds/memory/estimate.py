@@ -15,7 +15,7 @@ import torch
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
 from wfm_ds.engine.adapter_layers import find_adapter_layers
-from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.engine.low_bit_linear import FrozenLinear
 from wfm_ds.errors import ModelError
 from wfm_ds.memory.activations import (
     PassMemory,
