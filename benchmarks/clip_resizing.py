@@ -26,7 +26,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import Colorspace, Interpolation
 from PIL import Image
 
-from benchmarks.report import describe_machine, format_table, summarize, write_results
+from benchmarks.report import print_results, summarize
 from wfm_ds.data.frame_conversion import BT709, HD_HEIGHT, UNSPECIFIED, FrameFitter
 from wfm_ds.data.media import load_clip
 from wfm_ds.data.pixels import Framing, crop_to_cover, draw_centre
@@ -139,10 +139,7 @@ def compare_pixels() -> list[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = measure_speed(args.clips) + compare_pixels()
-    sys.stdout.write(format_table(rows) + "\n")
-    if args.write:
-        write_results("resizing", describe_machine(), rows)
+    print_results("resizing", measure_speed(args.clips) + compare_pixels(), write=args.write)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,24 +56,14 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-@contextlib.contextmanager
-def _count_kernel_launches(counter: _Counter) -> Iterator[None]:
-    launch = triton_backend._launch_kernel
+def count_launches(run: Callable[[], Any], latent_elements: int) -> LaunchCount:
+    """Count the GPU work of `run`. Kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before imports."""
+    counter, launch = _Counter(latent_elements), triton_backend._launch_kernel
 
     def count_and_launch(kernel: Any, grid: tuple[int, ...], *args: Any, **keys: Any) -> None:
         counter.record_launch([a for a in args if isinstance(a, torch.Tensor)])
         launch(kernel, grid, *args, **keys)
 
-    triton_backend._launch_kernel = count_and_launch
-    try:
-        yield
-    finally:
-        triton_backend._launch_kernel = launch
-
-
-def count_launches(run: Callable[[], Any], latent_elements: int) -> LaunchCount:
-    """Count the GPU work of `run`. Kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before imports."""
-    counter = _Counter(latent_elements)
-    with _count_kernel_launches(counter), counter:
+    with patch.object(triton_backend, "_launch_kernel", count_and_launch), counter:
         run()
     return counter.count

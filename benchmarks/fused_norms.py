@@ -22,7 +22,7 @@ from benchmarks.flops import CountedModel, RecipeCost, latent_shape
 from benchmarks.forward_counts import TRAINING_PURPOSE
 from benchmarks.gpu.roofline import TYPICAL_STEP, count_passes, meta_model
 from benchmarks.released import RELEASED
-from benchmarks.report import describe_machine, format_table, write_results
+from benchmarks.report import print_results
 from benchmarks.roofline import BATCHES, H100_TBYTES, H100_TFLOPS, Attention, Costs, Operators, count_costs
 from wfm_ds.engine.fused_norms import fuse_norms
 from wfm_ds.program import run_command
@@ -130,9 +130,7 @@ def step_row(name: str) -> dict[str, Any]:
 
 def print_savings(args: argparse.Namespace) -> None:
     rows = [*block_rows(), *map(family_row, FAMILIES), *map(step_row, RECIPES)]
-    sys.stdout.write(format_table(rows) + "\n")
-    if args.write:
-        write_results("fused-norms", describe_machine(), rows)
+    print_results("fused-norms", rows, write=args.write)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -114,10 +114,10 @@ def _time_operator(case: OperatorCase, shape_name: str, sets: list[OperatorInput
     for mode, variants in (("graph replay", graphs), ("eager call", calls)):
         times = timing.time_interleaved(variants, len(sets))
         for name, time in times.items():
-            row: Row = {"operator": case.name, "shape": shape_name, "mode": mode, "variant": name, "us": time.as_dict()}
-            row["x kernels"] = time.median / times["kernels"].median
+            row: Row = {"operator": case.name, "shape": shape_name, "mode": mode, "variant": name, "us": time}
+            row["x kernels"] = time["median"] / times["kernels"]["median"]
             if name == "kernels":
-                gbps = num_bytes / (time.median * 1000)
+                gbps = num_bytes / (time["median"] * 1000)
                 row |= {"GB/s": gbps, "% of copy": 100 * gbps / ceiling}
             rows.append(row)
     return rows

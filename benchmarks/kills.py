@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,32 +81,15 @@ class StudyError(AssertionError):
     """A killed run differs from the undisturbed run."""
 
 
-@dataclass(frozen=True, slots=True)
-class StudyInputs:
-    """Files that all runs share, created in one folder."""
-
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def images(self) -> Path:
-        return self.folder / "digits" / "images"
-
-    @property
-    def rewards(self) -> Path:
-        return self.folder / "reward"
-
-    def recipe_overrides(self, kind: str, stage: int) -> list[str]:
-        name, lora = KINDS[kind]
-        of_data = [f"data.path={self.images}"]
-        if name == "nft":
-            of_data = [f"data.path={REPOSITORY / 'recipes' / 'prompts' / 'colors'}", "reward.spawn=false"]
-            of_data.append(f"reward.endpoint={self.rewards / 'pipes.json'}")
-        cut = [f"engine.deepspeed=zero{stage}", "lora={rank: 4, alpha: 8}" if lora else "lora=null"]
-        return [f"model.path={self.model}", *of_data, *COMMON, *OF_RECIPE[name], *cut]
+def recipe_overrides(folder: Path, kind: str, stage: int) -> list[str]:
+    """Return the overrides of a case. folder: the files that all runs share."""
+    name, lora = KINDS[kind]
+    of_data = [f"data.path={folder / 'digits' / 'images'}"]
+    if name == "nft":
+        of_data = [f"data.path={REPOSITORY / 'recipes' / 'prompts' / 'colors'}", "reward.spawn=false"]
+        of_data.append(f"reward.endpoint={folder / 'reward' / 'pipes.json'}")
+    cut = [f"engine.deepspeed=zero{stage}", "lora={rank: 4, alpha: 8}" if lora else "lora=null"]
+    return [f"model.path={folder / 'model'}", *of_data, *COMMON, *OF_RECIPE[name], *cut]
 
 
 @dataclass(slots=True)
@@ -193,52 +176,49 @@ def log_tails(scratch: Path) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in scratch.glob("rank_*.log"))
 
 
-def study_case(
-    inputs: StudyInputs, kind: str, stage: int, *, kills: int, draw: random.Random, say: Callable[[str], None]
-) -> dict[str, Any]:
+def study_case(folder: Path, kind: str, stage: int, kills: int, draw: random.Random) -> dict[str, Any]:
     """Return the result row of a case. Raises StudyError."""
     name, _ = KINDS[kind]
-    base = inputs.folder / f"{name}_{len(kind)}_zero{stage}"
+    base = folder / f"{name}_{len(kind)}_zero{stage}"
     base.mkdir()
-    recipe = str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[name]}.yaml")
-    whole = KilledRun(base / "whole", recipe, inputs.recipe_overrides(kind, stage))
-    undisturbed = whole.start(None)
-    return study_kills(whole, undisturbed, kills=kills, draw=draw, say=say) | {"case": kind, "ZeRO": stage}
+    whole = KilledRun(base / "whole", recipe_path(name), recipe_overrides(folder, kind, stage))
+    return {"case": kind, "ZeRO": stage} | study_kills(whole, whole.start(None), kills, draw)
 
 
-def study_early(inputs: StudyInputs, *, kills: int, draw: random.Random, say: Callable[[str], None]) -> dict[str, Any]:
+def study_early(folder: Path, kills: int, draw: random.Random) -> dict[str, Any]:
     """Return the result row for kills in the first two steps. Raises StudyError."""
     kind, stage = EARLY
-    base = inputs.folder / "early"
+    base = folder / "early"
     base.mkdir()
-    recipe = str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[KINDS[kind][0]]}.yaml")
-    overrides = [*inputs.recipe_overrides(kind, stage), f"checkpoint.every={EARLY_STEPS}"]
+    recipe = recipe_path(KINDS[kind][0])
+    overrides = [*recipe_overrides(folder, kind, stage), f"checkpoint.every={EARLY_STEPS}"]
     whole = KilledRun(base / "whole", recipe, overrides, early=True)
     whole.start(None)
     # This run measures the time of the first two steps and the number of their file operations.
     first = KilledRun(base / "first", recipe, [*overrides, f"run.steps={EARLY_STEPS}"], early=True).start(None)
-    return study_kills(whole, first, kills=kills, draw=draw, say=say) | {
-        "case": f"{kind}, first two steps",
-        "ZeRO": stage,
-    }
+    return {"case": f"{kind}, first two steps", "ZeRO": stage} | study_kills(whole, first, kills, draw)
 
 
-def study_kills(
-    whole: KilledRun, extent: RanksExit, *, kills: int, draw: random.Random, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Kill runs like `whole` at random moments within `extent`, and continue each until it finishes. Raises
-    StudyError."""
+def recipe_path(name: str) -> str:
+    return str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[name]}.yaml")
+
+
+def study_kills(whole: KilledRun, extent: RanksExit, kills: int, draw: random.Random) -> dict[str, int]:
+    """Kill runs like `whole` at random moments within `extent`, and continue each until it finishes.
+
+    Raises StudyError.
+    """
     want, left, runs = read_metrics(whole.folder), list[dict[str, int]](), 0
     while len(left) < kills:
         run = KilledRun(whole.folder.with_name(f"killed_{runs}"), whole.recipe, whole.overrides, early=whole.early)
         runs += 1
         while run.start(moment := draw_moment(draw, len(left), kills, extent)).killed:
             left.append(run.examine(want))
-            say(f"{whole.folder.parent.name}: killed at {moment}, continues from step {run.steps[-1]}")
+            sys.stderr.write(f"{whole.folder.parent.name}: killed at {moment}, continues from step {run.steps[-1]}\n")
         run.require_equal(whole)
     sums = {what: sum(of_kill[what] for of_kill in left) for what in (IN_SAVE, BEFORE_FIRST)}
     lost = max(of_kill[LOST] for of_kill in left)
-    return {"case": "", "ZeRO": 0, KILLS: len(left), **sums, LOST: lost, EQUAL: runs}
+    return {KILLS: len(left), **sums, LOST: lost, EQUAL: runs}
 
 
 def draw_moment(draw: random.Random, number: int, kills: int, undisturbed: RanksExit) -> Moment:
@@ -259,22 +239,10 @@ def run_all_cases(folder: Path, kills: int, early: int, seed: int, result: Path)
     if kills:
         for kind in KINDS:
             for stage in STAGES:
-                rows.append(study_case(StudyInputs(folder), kind, stage, kills=kills, draw=draw, say=print_status))
+                rows.append(study_case(folder, kind, stage, kills, draw))
     if early:
-        rows.append(study_early(StudyInputs(folder), kills=early, draw=draw, say=print_status))
+        rows.append(study_early(folder, early, draw))
     result.write_text(json.dumps(rows))
-
-
-def print_status(text: str) -> None:
-    sys.stderr.write(text + "\n")
-
-
-def make_inputs(inputs: StudyInputs) -> None:
-    from wfm_ds.demos.digits_data import write_digits
-    from wfm_ds.models.tiny import write_tiny_model
-
-    write_digits(inputs.folder / "digits")
-    write_tiny_model("sd3", inputs.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,32 +259,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_all_cases(options.forking, options.kills, options.early, options.seed, options.forking / "rows.json")
         return 0
     with tempfile.TemporaryDirectory(prefix="wfm-kills-") as name:
-        folder = Path(name)
-        rows = study_all_cases(StudyInputs(folder), options.kills, options.early, options.seed)
+        rows = study_all_cases(Path(name), options.kills, options.early, options.seed)
     if rows is None:
         return 1
     rows.append(
         {"case": "all", **{key: sum(row[key] for row in rows) for key in SUMMED}, LOST: max(r[LOST] for r in rows)}
     )
-    sys.stdout.write(report.format_table(rows) + "\n")
-    if not options.no_write:
-        report.write_results("kills", report.describe_machine(), rows)
+    report.print_results("kills", rows, write=not options.no_write)
     return 0
 
 
-def study_all_cases(inputs: StudyInputs, kills: int, early: int, seed: int) -> list[dict[str, Any]] | None:
+def study_all_cases(folder: Path, kills: int, early: int, seed: int) -> list[dict[str, Any]] | None:
     """Return the rows of all cases; None if one failed, which was reported. All runs share one reward service."""
+    from wfm_ds.demos.digits_data import write_digits
+    from wfm_ds.models.tiny import write_tiny_model
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout.reward_service import RewardService
 
-    make_inputs(inputs)
-    reward = recipe_file.load_recipe(REPOSITORY / "tests" / "recipes" / f"{RECIPES['nft']}.yaml").reward
-    assert reward is not None
-    with RewardService(reward, inputs.rewards):
-        command = [sys.executable, "-m", "benchmarks.kills", "--forking", str(inputs.folder)]
+    write_digits(folder / "digits")
+    write_tiny_model("sd3", folder / "model")
+    with RewardService(recipe_file.load_recipe(recipe_path("nft")).rl.reward, folder / "reward"):
+        command = [sys.executable, "-m", "benchmarks.kills", "--forking", str(folder)]
         command += ["--kills", str(kills), "--early", str(early), "--seed", str(seed)]
         failed = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode
-    return None if failed else json.loads((inputs.folder / "rows.json").read_text())
+    return None if failed else json.loads((folder / "rows.json").read_text())
 
 
 if __name__ == "__main__":

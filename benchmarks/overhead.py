@@ -166,9 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     args = parser.parse_args(argv)
     rows = [measure_case(name, args.pairs) for name in CASES]
-    sys.stdout.write(report.format_table(rows) + "\n")
-    if args.write:
-        report.write_results("overhead", report.describe_machine(), rows)
+    report.print_results("overhead", rows, write=args.write)
     return int(any(row["ratio"] > row["goal"] for row in rows))
 
 

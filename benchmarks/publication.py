@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.report import describe_machine, format_table, summarize, write_results
+from benchmarks.report import print_results, summarize
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
 from wfm_ds.export.weight_files import create_part_folders, plan_weight_files, write_weight_files
@@ -127,9 +127,7 @@ def run(args: argparse.Namespace) -> None:
         {"work": name, "CPU seconds": summarize(cpu for cpu, _ in cost), "seconds": summarize(wall for _, wall in cost)}
         for name, cost in costs.items()
     ]
-    sys.stdout.write(format_table(rows) + "\n")
-    if args.write:
-        write_results("publication", describe_machine() | {"GiB": args.gib}, rows)
+    print_results("publication", rows, write=args.write, GiB=args.gib)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,52 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-    Cosmos2_5_PredictBasePipeline,
-    Cosmos3OmniPipeline,
-    Cosmos3OmniTransformer,
-    CosmosTransformer3DModel,
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-    FluxKontextPipeline,
-    FluxTransformer2DModel,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-    QwenImageEditPipeline,
-    QwenImageEditPlusPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    SanaVideoPipeline,
-    SanaVideoTransformer3DModel,
-    SanaWMPipeline,
-    SanaWMTransformer3DModel,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    UniPCMultistepScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-    WanVACEPipeline,
-    WanVACETransformer3DModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -126,11 +82,13 @@ class Released:
 
 
 ltx2_vae = partial(
-    AutoencoderKLLTX2Video, spatial_compression_ratio=32, temporal_compression_ratio=8, decoder_causal=False
+    diffusers.AutoencoderKLLTX2Video, spatial_compression_ratio=32, temporal_compression_ratio=8, decoder_causal=False
 )
-wan_unipc = partial(UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+wan_unipc = partial(
+    diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+)
 wan = partial(
-    WanTransformer3DModel,
+    diffusers.WanTransformer3DModel,
     patch_size=(1, 2, 2),
     attention_head_dim=128,
     in_channels=16,
@@ -143,7 +101,7 @@ wan = partial(
 wan_14b = partial(wan, num_layers=40, num_attention_heads=40, ffn_dim=13824)
 wan_i2v = partial(wan_14b, in_channels=36)
 cosmos = partial(
-    CosmosTransformer3DModel,
+    diffusers.CosmosTransformer3DModel,
     patch_size=(1, 2, 2),
     in_channels=16 + 1,
     out_channels=16,
@@ -161,7 +119,7 @@ cosmos = partial(
     crossattn_proj_in_channels=100352,
     encoder_hidden_states_channels=1024,
 )
-cosmos3 = partial(Cosmos3OmniTransformer, action_gen=True, action_dim=64)
+cosmos3 = partial(diffusers.Cosmos3OmniTransformer, action_gen=True, action_dim=64)
 cosmos3_edge = partial(
     cosmos3,
     num_hidden_layers=28,
@@ -177,7 +135,7 @@ cosmos3_super = partial(
     cosmos3, num_hidden_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64
 )
 kl_vae = partial(
-    AutoencoderKL,
+    diffusers.AutoencoderKL,
     latent_channels=16,
     layers_per_block=2,
     use_quant_conv=False,
@@ -188,7 +146,7 @@ kl_vae = partial(
 )
 flux_vae = partial(kl_vae, scaling_factor=0.3611, shift_factor=0.1159)
 qwen_scheduler = partial(
-    FlowMatchEulerDiscreteScheduler,
+    diffusers.FlowMatchEulerDiscreteScheduler,
     use_dynamic_shifting=True,
     base_shift=0.5,
     max_shift=0.9,
@@ -198,7 +156,7 @@ qwen_scheduler = partial(
     shift_terminal=0.02,
 )
 wan22_vae = partial(
-    AutoencoderKLWan,
+    diffusers.AutoencoderKLWan,
     base_dim=160,
     decoder_base_dim=256,
     z_dim=48,
@@ -215,14 +173,8 @@ wan22_vae = partial(
 
 def clip_huge() -> nn.Module:
     """Return the image encoder of Wan 2.1, ViT-H/14."""
-    config = CLIPVisionConfig(
-        hidden_size=1280,
-        intermediate_size=5120,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        image_size=224,
-        patch_size=14,
-    )
+    sizes = {"hidden_size": 1280, "intermediate_size": 5120, "image_size": 224, "patch_size": 14}
+    config = CLIPVisionConfig(**sizes, num_hidden_layers=32, num_attention_heads=16)
     encoder: nn.Module = CLIPVisionModel(config).bfloat16()
     return encoder
 
@@ -240,13 +192,49 @@ CLIP_L_AND_T5_XXL = 4_890_000_000
 GEMMA3_12B_AND_CONNECTORS = 13_600_000_000
 QWEN_7B_TEXT_AND_BYT5 = 7_290_000_000
 
+# Parts that several entries of RELEASED share.
+qwen_image_released = partial(
+    Released,
+    pipeline=diffusers.QwenImagePipeline,
+    transformer=diffusers.QwenImageTransformer2DModel,
+    vae=diffusers.AutoencoderKLQwenImage,
+    scheduler=qwen_scheduler,
+    size=(1024, 1024, 1),
+    text_parameters=QWEN_7B,
+)
+wan_released = partial(
+    Released,
+    pipeline=diffusers.WanPipeline,
+    transformer=wan_14b,
+    vae=diffusers.AutoencoderKLWan,
+    scheduler=wan_unipc,
+    conditioning={"prompt_embeds": (512, 4096)},
+    size=(480, 832, 81),
+    text_parameters=UMT5_XXL,
+)
+cosmos25_released = partial(
+    Released,
+    pipeline=diffusers.Cosmos2_5_PredictBasePipeline,
+    transformer=cosmos,
+    vae=diffusers.AutoencoderKLWan,
+    scheduler=wan_unipc,
+    conditioning={"prompt_embeds": (512, 100352)},
+    frozen_conditioning={"prompt_embeds": (512, 1024)},
+    size=(704, 1280, 93),
+    other_parts={"safety_checker": nn.Identity},
+    text_parameters=QWEN_7B,
+)
+cosmos3_released = partial(
+    Released, pipeline=diffusers.Cosmos3OmniPipeline, vae=wan22_vae, scheduler=wan_unipc, size=(704, 1280, 93)
+)
+
 RELEASED = {
     "sd35m": Released(
         title="Stable Diffusion 3.5 medium",
         folder="stable-diffusion-3.5-medium",
-        pipeline=StableDiffusion3Pipeline,
+        pipeline=diffusers.StableDiffusion3Pipeline,
         transformer=partial(
-            SD3Transformer2DModel,
+            diffusers.SD3Transformer2DModel,
             sample_size=128,
             patch_size=2,
             in_channels=16,
@@ -261,12 +249,8 @@ RELEASED = {
             dual_attention_layers=tuple(range(13)),
             qk_norm="rms_norm",
         ),
-        vae=partial(
-            kl_vae,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-        ),
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=3.0),
+        vae=partial(kl_vae, scaling_factor=1.5305, shift_factor=0.0609),
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=3.0),
         conditioning={"prompt_embeds": (77 + 256, 4096), "pooled_prompt_embeds": (2048,)},
         fixed_tokens=77,
         size=(512, 512, 1),
@@ -275,9 +259,9 @@ RELEASED = {
     "sana": Released(
         title="SANA 1.5 1.6B",
         folder="SANA1.5_1.6B_1024px_diffusers",
-        pipeline=SanaPipeline,
+        pipeline=diffusers.SanaPipeline,
         transformer=partial(
-            SanaTransformer2DModel,
+            diffusers.SanaTransformer2DModel,
             sample_size=32,
             patch_size=1,
             in_channels=32,
@@ -293,7 +277,7 @@ RELEASED = {
             qk_norm="rms_norm_across_heads",
         ),
         vae=partial(
-            AutoencoderDC,
+            diffusers.AutoencoderDC,
             encoder_block_types=("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
             decoder_block_types=("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
             encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
@@ -303,7 +287,10 @@ RELEASED = {
             scaling_factor=0.41407,
         ),
         scheduler=partial(
-            DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            diffusers.DPMSolverMultistepScheduler,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=3.0,
         ),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(1024, 1024, 1),
@@ -312,17 +299,17 @@ RELEASED = {
     "flux2_klein": Released(
         title="FLUX.2-klein base 4B",
         folder="FLUX.2-klein-base-4B",
-        pipeline=Flux2KleinPipeline,
+        pipeline=diffusers.Flux2KleinPipeline,
         transformer=partial(
-            Flux2Transformer2DModel,
+            diffusers.Flux2Transformer2DModel,
             num_layers=5,
             num_single_layers=20,
             num_attention_heads=24,
             joint_attention_dim=3 * 2560,
             guidance_embeds=False,
         ),
-        vae=AutoencoderKLFlux2,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        vae=diffusers.AutoencoderKLFlux2,
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
         conditioning={"prompt_embeds": (512, 3 * 2560)},
         size=(1024, 1024, 1),
         text_parameters=QWEN3_4B,
@@ -330,10 +317,10 @@ RELEASED = {
     "flux2_dev": Released(
         title="FLUX.2-dev 32B",
         folder="FLUX.2-dev",
-        pipeline=Flux2Pipeline,
-        transformer=Flux2Transformer2DModel,
-        vae=AutoencoderKLFlux2,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        pipeline=diffusers.Flux2Pipeline,
+        transformer=diffusers.Flux2Transformer2DModel,
+        vae=diffusers.AutoencoderKLFlux2,
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
         conditioning={"prompt_embeds": (512, 3 * 5120)},
         size=(1024, 1024, 1),
         text_parameters=MISTRAL_24B,
@@ -341,56 +328,41 @@ RELEASED = {
     "flux_kontext": Released(
         title="FLUX.1-Kontext 12B",
         folder="FLUX.1-Kontext-dev",
-        pipeline=FluxKontextPipeline,
-        transformer=partial(FluxTransformer2DModel, guidance_embeds=True),
+        pipeline=diffusers.FluxKontextPipeline,
+        transformer=partial(diffusers.FluxTransformer2DModel, guidance_embeds=True),
         vae=flux_vae,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
         conditioning={"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (768,)},
         size=(1024, 1024, 1),
         text_parameters=CLIP_L_AND_T5_XXL,
     ),
-    "qwen_image": Released(
+    "qwen_image": qwen_image_released(
         title="Qwen-Image 20B",
         folder="Qwen-Image",
-        pipeline=QwenImagePipeline,
-        transformer=QwenImageTransformer2DModel,
-        vae=AutoencoderKLQwenImage,
-        scheduler=qwen_scheduler,
         conditioning={"prompt_embeds": (512, 3584), "prompt_embeds_mask": (512,)},
-        size=(1024, 1024, 1),
-        text_parameters=QWEN_7B,
     ),
-    "qwen_image_edit": Released(
+    "qwen_image_edit": qwen_image_released(
         title="Qwen-Image-Edit 20B",
         folder="Qwen-Image-Edit",
-        pipeline=QwenImageEditPipeline,
-        transformer=QwenImageTransformer2DModel,
-        vae=AutoencoderKLQwenImage,
-        scheduler=qwen_scheduler,
+        pipeline=diffusers.QwenImageEditPipeline,
         conditioning={"prompt_embeds": (1369 + 512, 3584), "prompt_embeds_mask": (1369 + 512,)},
         fixed_tokens=1369,  # of the source image
-        size=(1024, 1024, 1),
-        text_parameters=QWEN_7B,
     ),
-    "qwen_image_edit_plus": Released(
+    "qwen_image_edit_plus": qwen_image_released(
         title="Qwen-Image-Edit-2511 20B",
         folder="Qwen-Image-Edit-2511",
-        pipeline=QwenImageEditPlusPipeline,
-        transformer=partial(QwenImageTransformer2DModel, zero_cond_t=True),
-        vae=AutoencoderKLQwenImage,
-        scheduler=qwen_scheduler,
+        pipeline=diffusers.QwenImageEditPlusPipeline,
+        transformer=partial(diffusers.QwenImageTransformer2DModel, zero_cond_t=True),
         conditioning={"prompt_embeds": (196 + 512, 3584), "prompt_embeds_mask": (196 + 512,)},
         fixed_tokens=196,  # of the source image
-        size=(1024, 1024, 1),
-        text_parameters=QWEN_7B,
     ),
     "z_image": Released(
         title="Z-Image 6B",
         folder="Z-Image",
-        pipeline=ZImagePipeline,
-        transformer=partial(ZImageTransformer2DModel, axes_lens=[1536, 512, 512]),
+        pipeline=diffusers.ZImagePipeline,
+        transformer=partial(diffusers.ZImageTransformer2DModel, axes_lens=[1536, 512, 512]),
         vae=flux_vae,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=6.0),
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=6.0),
         conditioning={"prompt_embeds": (512, 2560), "prompt_embeds_mask": (512,)},
         size=(1024, 1024, 1),
         text_parameters=QWEN3_4B,
@@ -398,11 +370,14 @@ RELEASED = {
     "sana_video": Released(
         title="SANA-Video 2B",
         folder="SANA-Video_2B_480p_diffusers",
-        pipeline=SanaVideoPipeline,
-        transformer=partial(SanaVideoTransformer3DModel, mlp_ratio=3.0),
-        vae=AutoencoderKLWan,
+        pipeline=diffusers.SanaVideoPipeline,
+        transformer=partial(diffusers.SanaVideoTransformer3DModel, mlp_ratio=3.0),
+        vae=diffusers.AutoencoderKLWan,
         scheduler=partial(
-            DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0
+            diffusers.DPMSolverMultistepScheduler,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=8.0,
         ),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(480, 832, 81),
@@ -411,10 +386,10 @@ RELEASED = {
     "sana_wm": Released(
         title="SANA-WM 2.6B",
         folder="SANA-WM_bidirectional-diffusers",
-        pipeline=SanaWMPipeline,
-        transformer=SanaWMTransformer3DModel,
+        pipeline=diffusers.SanaWMPipeline,
+        transformer=diffusers.SanaWMTransformer3DModel,
         vae=ltx2_vae,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=9.8),
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=9.8),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(704, 1280, 161),
         text_parameters=GEMMA_2B,
@@ -422,109 +397,77 @@ RELEASED = {
     "ltx2": Released(
         title="LTX-2 19B",
         folder="LTX-2",
-        pipeline=LTX2Pipeline,
-        transformer=LTX2VideoTransformer3DModel,
+        pipeline=diffusers.LTX2Pipeline,
+        transformer=diffusers.LTX2VideoTransformer3DModel,
         vae=ltx2_vae,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05),
+        scheduler=partial(
+            diffusers.FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05
+        ),
         conditioning={"video_embeds": (1024, 3840), "audio_embeds": (1024, 3840), "embeds_mask": (1024,)},
         size=(512, 768, 121),
-        other_parts={"audio_vae": AutoencoderKLLTX2Audio, "vocoder": LTX2Vocoder, "connectors": LTX2TextConnectors},
+        other_parts={
+            "audio_vae": diffusers.AutoencoderKLLTX2Audio,
+            "vocoder": LTX2Vocoder,
+            "connectors": LTX2TextConnectors,
+        },
         text_parameters=GEMMA3_12B_AND_CONNECTORS,
     ),
-    "wan1.3b": Released(
+    "wan1.3b": wan_released(
         title="Wan 2.1 1.3B",
         folder="Wan2.1-T2V-1.3B-Diffusers",
-        pipeline=WanPipeline,
         transformer=partial(wan, num_layers=30, num_attention_heads=12, ffn_dim=8960),
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
-        text_parameters=UMT5_XXL,
     ),
-    "wan14b": Released(
+    "wan14b": wan_released(
         title="Wan 2.1 14B",
         folder="Wan2.1-T2V-14B-Diffusers",
-        pipeline=WanPipeline,
-        transformer=wan_14b,
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
-        text_parameters=UMT5_XXL,
     ),
-    "wan22": Released(
+    "wan22": wan_released(
         title="Wan 2.2 A14B",
         folder="Wan2.2-T2V-A14B-Diffusers",
-        pipeline=WanPipeline,
-        transformer=wan_14b,
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
         other_parts={"transformer_2": lambda: wan_14b().bfloat16(), "boundary_ratio": lambda: 0.875},
-        text_parameters=UMT5_XXL,
     ),
-    "wan21_i2v": Released(
+    "wan21_i2v": wan_released(
         title="Wan 2.1 I2V 14B",
         folder="Wan2.1-I2V-14B-480P-Diffusers",
-        pipeline=WanImageToVideoPipeline,
+        pipeline=diffusers.WanImageToVideoPipeline,
         transformer=partial(wan_i2v, image_dim=1280, added_kv_proj_dim=5120),
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
         other_parts={"image_encoder": clip_huge},
-        text_parameters=UMT5_XXL,
     ),
-    "wan22_i2v": Released(
+    "wan22_i2v": wan_released(
         title="Wan 2.2 I2V A14B",
         folder="Wan2.2-I2V-A14B-Diffusers",
-        pipeline=WanImageToVideoPipeline,
+        pipeline=diffusers.WanImageToVideoPipeline,
         transformer=wan_i2v,
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
         other_parts={"transformer_2": lambda: wan_i2v().bfloat16(), "boundary_ratio": lambda: 0.9},
-        text_parameters=UMT5_XXL,
     ),
-    "wan_vace": Released(
+    "wan_vace": wan_released(
         title="Wan 2.1 VACE 1.3B",
         folder="Wan2.1-VACE-1.3B-diffusers",
-        pipeline=WanVACEPipeline,
+        pipeline=diffusers.WanVACEPipeline,
         transformer=partial(
-            WanVACETransformer3DModel,
+            diffusers.WanVACETransformer3DModel,
             num_layers=30,
             num_attention_heads=12,
             ffn_dim=8960,
             vace_layers=list(range(0, 30, 2)),
         ),
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 4096)},
-        size=(480, 832, 81),
-        text_parameters=UMT5_XXL,
     ),
-    "ti2v5b": Released(
+    "ti2v5b": wan_released(
         title="Wan 2.2 TI2V 5B",
         folder="Wan2.2-TI2V-5B-Diffusers",
-        pipeline=WanPipeline,
         transformer=partial(wan, num_layers=30, num_attention_heads=24, ffn_dim=14336, in_channels=48, out_channels=48),
         vae=wan22_vae,
         scheduler=partial(wan_unipc, flow_shift=5.0),
-        conditioning={"prompt_embeds": (512, 4096)},
         size=(704, 1280, 121),
         other_parts={"expand_timesteps": lambda: True},
-        text_parameters=UMT5_XXL,
     ),
     "hunyuan_video15": Released(
         title="HunyuanVideo-1.5 8.3B",
         folder="HunyuanVideo-1.5-Diffusers-480p_t2v",
-        pipeline=HunyuanVideo15Pipeline,
-        transformer=HunyuanVideo15Transformer3DModel,
-        vae=AutoencoderKLHunyuanVideo15,
-        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=5.0),
+        pipeline=diffusers.HunyuanVideo15Pipeline,
+        transformer=diffusers.HunyuanVideo15Transformer3DModel,
+        vae=diffusers.AutoencoderKLHunyuanVideo15,
+        scheduler=partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=5.0),
         conditioning={
             "prompt_embeds": (1000, 3584),
             "prompt_embeds_mask": (1000,),
@@ -534,82 +477,48 @@ RELEASED = {
         size=(480, 848, 121),
         text_parameters=QWEN_7B_TEXT_AND_BYT5,
     ),
-    "cosmos2b": Released(
+    "cosmos2b": cosmos25_released(
         title="Cosmos-Predict2.5 2B",
         folder="Cosmos-Predict2.5-2B",
-        pipeline=Cosmos2_5_PredictBasePipeline,
-        transformer=cosmos,
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 100352)},
-        frozen_conditioning={"prompt_embeds": (512, 1024)},
-        size=(704, 1280, 93),
-        other_parts={"safety_checker": nn.Identity},
-        text_parameters=QWEN_7B,
     ),
-    "cosmos2b_actions": Released(
+    "cosmos2b_actions": cosmos25_released(
         title="Cosmos-Predict2.5 2B with actions",
         folder="Cosmos-Predict2.5-2B-action-cond",
         pipeline=CosmosActionPipeline,
         transformer=CosmosActionTransformer3DModel,
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 100352)},
-        frozen_conditioning={"prompt_embeds": (512, 1024)},
         size=(256, 320, 13),
-        other_parts={"safety_checker": nn.Identity},
-        text_parameters=QWEN_7B,
     ),
-    "cosmos3_edge": Released(
+    "cosmos3_edge": cosmos3_released(
         title="Cosmos3 Edge",
         folder="Cosmos3-Edge",
-        pipeline=Cosmos3OmniPipeline,
         transformer=cosmos3_edge,
-        vae=wan22_vae,
-        scheduler=wan_unipc,
         conditioning=cosmos3_text(28),
         size=(480, 832, 93),
         text_parameters=1_680_000_000,
     ),
-    "cosmos3_nano": Released(
+    "cosmos3_nano": cosmos3_released(
         title="Cosmos3 Nano",
         folder="Cosmos3-Nano",
-        pipeline=Cosmos3OmniPipeline,
         transformer=cosmos3,
-        vae=wan22_vae,
-        scheduler=wan_unipc,
         conditioning=cosmos3_text(36),
-        size=(704, 1280, 93),
         text_parameters=7_570_000_000,
     ),
-    "cosmos3_super": Released(
+    "cosmos3_super": cosmos3_released(
         title="Cosmos3 Super",
         folder="Cosmos3-Super",
-        pipeline=Cosmos3OmniPipeline,
         transformer=cosmos3_super,
-        vae=wan22_vae,
-        scheduler=wan_unipc,
         conditioning=cosmos3_text(64),
-        size=(704, 1280, 93),
         text_parameters=32_000_000_000,
     ),
-    "cosmos14b": Released(
+    "cosmos14b": cosmos25_released(
         title="Cosmos-Predict2.5 14B",
         folder="Cosmos-Predict2.5-14B",
-        pipeline=Cosmos2_5_PredictBasePipeline,
         transformer=partial(cosmos, num_layers=36, num_attention_heads=40),
-        vae=AutoencoderKLWan,
-        scheduler=wan_unipc,
-        conditioning={"prompt_embeds": (512, 100352)},
-        frozen_conditioning={"prompt_embeds": (512, 1024)},
-        size=(704, 1280, 93),
-        other_parts={"safety_checker": nn.Identity},
-        text_parameters=QWEN_7B,
     ),
 }
 RELEASED["qwen_image_edit_2509"] = replace(
     RELEASED["qwen_image_edit_plus"],
     title="Qwen-Image-Edit-2509 20B",
     folder="Qwen-Image-Edit-2509",
-    transformer=QwenImageTransformer2DModel,
+    transformer=diffusers.QwenImageTransformer2DModel,
 )

@@ -9,6 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -70,6 +71,13 @@ def write_results(stage: str, about: dict[str, Any], rows: list[dict[str, Any]],
     pages = [_result_section(file) for file in sorted(RESULTS.glob("*.json"))]
     (RESULTS / "README.md").write_text("# Results\n\nWritten by `benchmarks/report.py`.\n" + "".join(pages))
     return file
+
+
+def print_results(stage: str, rows: list[dict[str, Any]], *, write: bool, **about: Any) -> None:
+    """Print a table, and with `write` also write it as the results of a stage. about: more about the machine."""
+    sys.stdout.write(format_table(rows) + "\n")
+    if write:
+        write_results(stage, describe_machine() | about, rows)
 
 
 def result_path(stage: str, about: dict[str, Any]) -> Path:

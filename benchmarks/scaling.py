@@ -113,8 +113,6 @@ class Work:
 def load_work(model: str, algorithm: str, stage: int, lora_rank: int | None) -> Work:
     """Return the work of a released model with an algorithm's published batch, counted by benchmarks.flops for eight
     GPUs."""
-    import torch
-
     from benchmarks.flops import CountedModel, RecipeCost, cost_rows, make_published_recipe
     from benchmarks.released import RELEASED
     from wfm_ds.recipe.run_sizes import derive_run_sizes
@@ -129,7 +127,6 @@ def load_work(model: str, algorithm: str, stage: int, lora_rank: int | None) -> 
     by_purpose = {row["purpose"]: row["forwards a rank"] for row in purposes}
     denoiser = subject.model.unwrapped_denoiser
     blocks = [part for part in denoiser.modules() if isinstance(part, subject.model.block_classes)]
-    assert isinstance(denoiser, torch.nn.Module)
     updates = derive_run_sizes(recipe, 8).updates_per_step
     return Work(
         title=f"{counted.title}, {algorithm}, {'LoRA' if recipe.lora else 'all weights'}, ZeRO-{stage}",
@@ -196,21 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.what != ["predict"]:
         with tempfile.TemporaryDirectory(prefix="wfm-scaling-") as name:
             rows = count_all_cases(Path(name))
-        print_rows("traffic", rows, write=not options.no_write)
+        report.print_results("traffic", rows, write=not options.no_write)
     if options.what != ["count"]:
         work, cluster = (
             load_work(options.model, options.algo, options.zero, options.lora),
             Cluster.read(options.hardware),
         )
         sys.stdout.write("\n".join(["", work.title, "", *(f"* {line}" for line in cluster.lines()), "", ""]))
-        print_rows(f"scaling-{options.model}-{options.algo}", predict_rows(work, cluster), write=not options.no_write)
+        stage = f"scaling-{options.model}-{options.algo}"
+        report.print_results(stage, predict_rows(work, cluster), write=not options.no_write)
     return 0
-
-
-def print_rows(stage: str, rows: list[dict[str, Any]], *, write: bool) -> None:
-    sys.stdout.write(report.format_table(rows) + "\n")
-    if write:
-        report.write_results(stage, report.describe_machine(), rows)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import run_ranks
 from benchmarks.volumes import Network, Setting, ulysses_bytes, zero_bytes
 
-PROGRAM = "benchmarks.scaling"
 WORLDS = (1, 2, 4)
 MICRO_STEPS = 2
 CONTROL_BYTES = 64  # flags and norms
@@ -213,9 +214,32 @@ def count_all_cases(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for world in WORLDS:
         cases = [case for case in CASES if world % case.sequence_parallel == 0]
-        found = run_ranks(PROGRAM, [str(folder), str(world)], world, folder)[0]
+        found = run_ranks(world, folder)[0]
         rows += count_rows(world, cases, found)
     return rows
+
+
+def run_ranks(ranks: int, folder: Path) -> list[Any]:
+    """Run `python -m benchmarks.scaling` as ranks on a CPU. Return what each rank wrote (`rank_main`), by rank.
+
+    Raises SystemExit if one of them fails.
+    """
+    from wfm_ds.distributed.accelerator import find_free_port
+
+    files = [folder / f"rank_{rank}.json" for rank in range(ranks)]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    world["MASTER_PORT"] = str(find_free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.scaling", "--rank", str(file), str(folder), str(ranks)],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=sys.stderr,
+        )
+        for rank, file in enumerate(files)
+    ]
+    if any([process.wait() for process in processes]):  # a list: waits for all ranks, also after a failure
+        raise SystemExit("a rank failed")
+    return [json.loads(file.read_text()) for file in files]
 
 
 def rank_main(file: Path, folder: Path, world: int) -> None:

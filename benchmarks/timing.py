@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from benchmarks.report import summarize
 
 ROUNDS = 7
 MIN_ROUND_MS = 20.0
 CACHE_BYTES = 256 * 2**20  # several times any GPU's cache; the input sets are larger together
 MAX_SETS = 64
 Run = Callable[[int], Any]  # argument: number of the input set
-
-
-@dataclass(frozen=True)
-class Time:
-    """Microseconds of one call, over the rounds."""
-
-    median: float
-    min: float
-    max: float
-    n: int
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def num_sets(bytes_of_one: int) -> int:
@@ -56,8 +43,8 @@ def eager_loop(run: Run, sets: int) -> Callable[[], None]:
     return run_all_sets
 
 
-def time_interleaved(variants: Mapping[str, Callable[[], None]], calls: int) -> dict[str, Time]:
-    """Return the microseconds of a call of each variant, measured A B A B ...; each run makes `calls` calls.
+def time_interleaved(variants: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, dict[str, float]]:
+    """Summarize the microseconds of a call of each variant, measured A B A B ...; each run makes `calls` calls.
 
     The first variant is timed a second time as "again". A difference between variants that is smaller than the
     difference between these two is noise.
@@ -69,19 +56,15 @@ def time_interleaved(variants: Mapping[str, Callable[[], None]], calls: int) -> 
     for _ in range(ROUNDS):
         for name, run in everything:
             samples[name].append(_measure_ms(run, repeats[name]) * 1000 / (repeats[name] * calls))
-    return {name: _summarize(values) for name, values in samples.items()}
+    return {name: summarize(values) for name, values in samples.items()}
 
 
-def _summarize(values: Sequence[float]) -> Time:
-    return Time(statistics.median(values), min(values), max(values), len(values))
-
-
-def _count_repeats(run: Callable[[], None]) -> int:
+def _count_repeats(run: Callable[[], Any]) -> int:
     run()
     return max(1, round(MIN_ROUND_MS / max(_measure_ms(run, 1), 1e-3)))
 
 
-def _measure_ms(run: Callable[[], None], repeats: int) -> float:
+def _measure_ms(run: Callable[[], Any], repeats: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
@@ -96,9 +79,5 @@ def copy_gbps() -> float:
     """Return the GB/s that a copy of 1 GiB reads and writes. Percentages refer to this rate."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
-
-    def copy_once() -> None:
-        target.copy_(source)
-
-    time = time_interleaved({"copy": copy_once}, 1)["copy"]
-    return 2 * source.numel() * 4 / (time.median * 1000)
+    time = time_interleaved({"copy": lambda: target.copy_(source)}, 1)["copy"]
+    return 2 * source.numel() * 4 / (time["median"] * 1000)
