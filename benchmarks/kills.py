@@ -97,7 +97,7 @@ class KilledRun:
     """One output folder and the command that fills it."""
 
     folder: Path
-    recipe: str
+    recipe: Path
     overrides: Sequence[str]
     steps: list[int] = field(default_factory=list)  # step of the newest complete checkpoint after each kill; 0 for none
     early: bool = False  # kills at operations on any file of the run, not only on checkpoints
@@ -108,7 +108,7 @@ class KilledRun:
 
     def start(self, moment: Moment) -> RanksExit:
         """Run the command. Raises StudyError unless it finishes or is killed."""
-        words = [self.recipe, f"run.output_dir={self.folder}", *self.overrides]
+        words = [str(self.recipe), f"run.output_dir={self.folder}", *self.overrides]
         scratch, watched = self.folder.parent, self.folder if self.early else self.checkpoints
         ended = start_ranks(words, RANKS, moment=moment, watched=watched, scratch=scratch)
         if not ended.killed and any(ended.exit_codes):
@@ -199,8 +199,8 @@ def study_early(folder: Path, kills: int, draw: random.Random) -> dict[str, Any]
     return {"case": f"{kind}, first two steps", "ZeRO": stage} | study_kills(whole, first, kills, draw)
 
 
-def recipe_path(name: str) -> str:
-    return str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[name]}.yaml")
+def recipe_path(name: str) -> Path:
+    return REPOSITORY / "tests" / "recipes" / f"{RECIPES[name]}.yaml"
 
 
 def study_kills(whole: KilledRun, extent: RanksExit, kills: int, draw: random.Random) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 
 from each_case import check_each
 from rl_cases import make_rollout, on_one_rank
-from wfm_ds.algorithms import rl_policy_copies
+from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
 from wfm_ds.algorithms.sft import loss_weight
@@ -252,7 +252,7 @@ def test_an_updated_reference_is_a_copy_with_an_interval():
     assert algorithm.references == ("old",)
     assert [algorithm.policy_decays(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
     assert ddrl("algorithm.kl_beta=0.1").policy_decays(3, 3) == {}
-    assert rl_policy_copies(recipe_file.load_recipe(RECIPE, [])) == frozenset()
+    assert engine_policy_copies(recipe_file.load_recipe(RECIPE, [])) == frozenset()
 
 
 def given_recipe(*overrides):

@@ -1,14 +1,16 @@
 """On-policy distillation: the loss against the Gaussian KL in float64, the trained steps, the choice of teachers."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from each_case import check_each
 from rl_cases import make_rollout, on_one_rank, rl_recipe
-from wfm_ds.algorithms.opd import OnPolicyDistillation, opd_loss
+from wfm_ds.algorithms.opd import OnPolicyDistillation
 from wfm_ds.errors import RecipeError
 from wfm_ds.sampling.denoise import transition_mean
-from wfm_ds.types import Prompt
+from wfm_ds.types import ConditioningFrames, Prompt
 
 GRID = torch.tensor([1, 0.75, 0.5, 0.25, 0], dtype=torch.float64)
 SHAPE = (4, 3, 3)
@@ -40,7 +42,7 @@ def test_the_kl_weight_gives_the_kl_of_the_gaussians_that_student_and_teacher_dr
     assert sorted({t.denoise_step for t in terms}) == [0, 1, 2]  # the last step has no noise
     batch = algorithm.assemble(terms, rollouts, torch.device("cpu"))
     v, t = torch.randn(2, len(terms), *SHAPE, dtype=torch.float64)
-    loss, _ = opd_loss(v, t, batch.distance_weight.double())
+    loss, _ = algorithm.loss(v, batch, {"teacher_0": t})
     rows = algorithm.plan(1).table[[t.denoise_step for t in terms]]
     means = [transition_mean(velocity, batch.latents.double(), rows) for velocity in (v, t)]
     std = rows[:, 2].view(-1, 1, 1, 1)
@@ -62,20 +64,19 @@ def test_each_term_uses_the_rollouts_input_of_its_step():
     assert batch.distance_weight.tolist() == [1.0] * 6
 
 
-def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient():
-    v = torch.randn(2, *SHAPE, requires_grad=True)
-    loss, distance = opd_loss(v, v.detach(), torch.ones(2))
+def test_a_student_equal_to_its_teacher_has_no_loss_and_conditioning_frames_do_not_count():
+    algorithm = build()
+    rollouts = [make_rollout(0, torch.zeros(4, 2, 3, 3), states={k: torch.randn(4, 2, 3, 3) for k in range(4)})]
+    (terms,) = algorithm.updates(on_one_rank(rollouts), [0.0], 1)
+    batch = algorithm.assemble(terms, rollouts, torch.device("cpu"))
+    v, t = torch.randn(2, *batch.latents.shape)
+    v.requires_grad_()
+    loss, stats = algorithm.loss(v, batch, {"teacher_0": v.detach()})
     loss.sum().backward()
-    assert not loss.any()
-    assert not distance.any()
-    assert not v.grad.any()
-
-
-def test_the_loss_ignores_conditioning_frames():
-    v, t = torch.randn(2, 1, 4, 2, 3, 3, dtype=torch.float64)
-    mask = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
-    loss, _ = opd_loss(v, t, torch.ones(1), mask)
-    assert float(loss) == pytest.approx(float((v - t)[:, :, 1].square().mean()))
+    assert not any(x.any() for x in (loss, stats["opd/distance"], v.grad))
+    frames = ConditioningFrames(torch.zeros_like(t), torch.ones(len(t), dtype=torch.int64))
+    loss, _ = algorithm.loss(v, dataclasses.replace(batch, conditioning_frames=frames), {"teacher_0": t})
+    torch.testing.assert_close(loss, (v - t)[:, :, 1].square().mean((1, 2, 3)))
 
 
 TEACHERS = [
@@ -102,14 +103,18 @@ def test_each_prompt_uses_the_teacher_of_its_metadata():
         assert needed == [f"teacher_{term.teacher}"]
 
 
-@check_each("metadata, count", [({}, 0), ({"task": "other"}, 0), ({"task": "count", "hard": False}, 0)])
-def test_a_prompt_without_a_teacher_is_refused(metadata, count):
-    settings = build(teachers=TEACHERS).settings
+TWICE = [{"guidance_scale": 2, "when": {"a": 1}}, {"guidance_scale": 3, "when": {"b": 1}}]
+
+
+@check_each(
+    ("teachers", "metadata", "count"),
+    [
+        (TEACHERS, {}, 0),
+        (TEACHERS, {"task": "other"}, 0),
+        (TEACHERS, {"task": "count", "hard": False}, 0),
+        (TWICE, {"a": 1, "b": 1}, 2),
+    ],
+)
+def test_a_prompt_without_one_teacher_is_refused(teachers, metadata, count):
     with pytest.raises(RecipeError, match=f"prompt q has {count} teachers"):
-        settings.check_prompts([Prompt(id="q", text="q", metadata=metadata)])
-
-
-def test_a_prompt_with_two_teachers_is_refused():
-    twice = [{"guidance_scale": 2, "when": {"a": 1}}, {"guidance_scale": 3, "when": {"b": 1}}]
-    with pytest.raises(RecipeError, match="prompt q has 2 teachers"):
-        build(teachers=twice).settings.check_prompts([Prompt(id="q", text="q", metadata={"a": 1, "b": 1})])
+        build(teachers=teachers).settings.check_prompts([Prompt(id="q", text="q", metadata=metadata)])

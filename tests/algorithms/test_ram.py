@@ -7,7 +7,7 @@ import torch
 
 from each_case import check_each
 from rl_cases import make_rollout, on_one_rank, rl_recipe
-from wfm_ds.algorithms import build_rl_algorithm, rl_policy_copies
+from wfm_ds.algorithms import build_rl_algorithm, engine_policy_copies
 from wfm_ds.algorithms.ram import ram_loss
 
 FP64 = torch.float64
@@ -67,7 +67,7 @@ def test_the_weight_of_a_sample_depends_only_on_its_advantage(tilt, of):
     assert torch.equal(loss, ram_loss(velocity, ref, batch.clean_latents, batch.noise, batch.credit))
     torch.testing.assert_close(stats["kl/ref"], (velocity.detach() - ref).square().flatten(1).mean(1))
     assert not any(stat.requires_grad for stat in stats.values())
-    assert (rl.references, rl_policy_copies(settings)) == (("ref",), {"ref"})
+    assert (rl.references, engine_policy_copies(settings)) == (("ref",), {"ref"})
     assert not settings.algorithm.drops_zero_std  # groups with equal rewards still train towards the reference
 
 

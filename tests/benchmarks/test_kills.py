@@ -29,7 +29,7 @@ def run(tmp_path):
     """Return a function `run(name)` that writes checkpoints and metrics to tmp_path/name."""
 
     def make_run(name):
-        made = KilledRun(tmp_path / name, "recipe.yaml", [])
+        made = KilledRun(tmp_path / name, tmp_path / "recipe.yaml", [])
         made.folder.mkdir()
         (made.folder / "metrics.jsonl").write_text(
             "".join(metrics_line(step, step / 2) for step in range(1, STEPS + 1))

@@ -49,12 +49,10 @@ def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
     return algorithm(settings)
 
 
-def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the names of the policy copies that the RL algorithm uses."""
-    return recipe.rl.algorithm.list_policies(recipe.rl.rollout)
-
-
 def engine_policy_copies(recipe: Recipe) -> frozenset[str]:
     """Return the names of all policy copies of a run, including `ema`."""
-    algorithm = rl_policy_copies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.reference_policies)
-    return algorithm | ({"ema"} if recipe.ema is not None else set())
+    if recipe.is_rl:
+        policies = recipe.rl.algorithm.list_policies(recipe.rl.rollout)
+    else:
+        policies = frozenset(recipe.algorithm.reference_policies)
+    return policies | ({"ema"} if recipe.ema is not None else set())

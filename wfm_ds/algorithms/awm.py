@@ -60,7 +60,7 @@ class Awm(ForwardProcess):
         return advantage / self.settings.adv_clip_max * self.settings.adv_max
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise, **references)
+        require_latents(velocity=velocity, **references)
         log_prob = self._log_prob(velocity, batch)
         # `old` is missing if its weights equal the trained weights. Both log-probabilities are then bit-identical.
         old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
@@ -81,5 +81,5 @@ class Awm(ForwardProcess):
         return loss, stats | ratio_stats(log_ratio.detach(), *outside, batch.credit)
 
     def _log_prob(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        error = sample_mean((velocity - (batch.noise - batch.clean_latents)).square(), batch.loss_mask)
+        error = batch.velocity_errors(velocity)
         return matching_log_prob(error, batch.sigma, self.settings.weighting, self.settings.power)

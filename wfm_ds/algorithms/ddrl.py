@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,14 +66,6 @@ class DataTargets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoisyData:
-    samples: Sequence[Rollout]
-    latents: Tensor  # [D, ...]
-    sigma: Tensor  # [D]
-    targets: DataTargets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlBatch(LossTermBatch):
     """B loss terms, D of them with a data sample.
 
@@ -92,36 +85,23 @@ class DdrlBatch(LossTermBatch):
         if not self.is_split:
             return [self]
         states, data = slice(self.num_states), slice(self.num_states, None)
-        return [
-            self._make_part(states, transitions=self.transitions, data=None),
-            self._make_part(data, transitions=None, data=self.data),
-        ]
+        return [self._make_part(states, self.transitions, None), self._make_part(data, None, self.data)]
 
-    def _make_part(self, rows: slice, *, transitions: Transitions | None, data: DataTargets | None) -> DdrlBatch:
-        return DdrlBatch(
+    def _make_part(self, rows: slice, transitions: Transitions | None, data: DataTargets | None) -> DdrlBatch:
+        frames = self.conditioning_frames
+        return dataclasses.replace(
+            self,
             latents=self.latents[rows],
             sigma=self.sigma[rows],
-            weight=self.weight,
             prompts=self.prompts[rows],
-            conditioning_frames=self._frame_rows(rows),
+            conditioning_frames=frames and ConditioningFrames(frames.latents[rows], frames.counts[rows]),
             transitions=transitions,
             data=data,
             is_split=False,
         )
 
     def reference_inputs(self) -> LossTermBatch:
-        states = slice(self.num_states)
-        return LossTermBatch(
-            latents=self.latents[states],
-            sigma=self.sigma[states],
-            weight=self.weight,
-            prompts=self.prompts[states],
-            conditioning_frames=self._frame_rows(states),
-        )
-
-    def _frame_rows(self, rows: slice) -> ConditioningFrames | None:
-        frames = self.conditioning_frames
-        return None if frames is None else ConditioningFrames(frames.latents[rows], frames.counts[rows])
+        return self._make_part(slice(self.num_states), self.transitions, None)
 
     def row_mask(self, rows: slice) -> Tensor | None:
         mask = self.loss_mask
@@ -225,7 +205,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         steps = [self.edm_plan.steps[t.index] for t in terms]
         states = torch.stack([sample.states[t.index] for sample, t in zip(samples, terms, strict=True)])
         seeds = [step_noise_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
-        data = make_noisy_data(terms, samples, states)
+        data_samples, noisy, data_sigma, targets = make_noisy_data(terms, samples, states)
         sigma, weight, advantage, gain, std = lists_to_device(
             device,
             [t.sigma for t in terms],
@@ -235,18 +215,18 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             [step.std for step in steps],
         )
         return DdrlBatch(
-            latents=torch.cat([states, data.latents]),
-            sigma=torch.cat([sigma, data.sigma]),
+            latents=torch.cat([states, noisy]),
+            sigma=torch.cat([sigma, data_sigma]),
             weight=weight,
-            prompts=[sample.prompt for sample in [*samples, *data.samples]],
-            conditioning_frames=self.conditioning_frames([*samples, *data.samples], device),
+            prompts=[sample.prompt for sample in [*samples, *data_samples]],
+            conditioning_frames=self.conditioning_frames([*samples, *data_samples], device),
             transitions=Transitions(
                 noise=draw_device_normal(copy_to_device(torch.cat(seeds), device), states),
                 gain=gain,
                 std=std,
                 advantage=advantage,
             ),
-            data=None if self.settings.data_beta == 0 else data.targets,
+            data=None if self.settings.data_beta == 0 else targets,
             is_split=any(t.num_parts > 1 for t in terms),
         )
 
@@ -255,9 +235,8 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         loss = torch.zeros_like(batch.weight)
         stats: Stats = {}
         if batch.transitions is not None:
-            loss, stats = self._policy_loss(
-                velocity[:count], batch.transitions, references, batch.row_mask(slice(count))
-            )
+            mask = batch.row_mask(slice(count))
+            loss, stats = self._policy_loss(velocity[:count], batch.transitions, references, mask)
         if batch.data is not None:
             data, has_data = self._data_loss(velocity[count:], batch, batch.data)
             loss = loss + s.data_beta * data
@@ -300,17 +279,19 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return {self.reference_policy: 0.0} if every and step % every == 0 else {}
 
 
-def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
+def make_noisy_data(
+    terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor
+) -> tuple[Sequence[Rollout], Tensor, Tensor, DataTargets]:
     """Add noise to the data samples of these loss terms. Terms without a data sample are skipped.
 
-    samples, states: the rollout and the rollout state of each term.
+    samples, states: the rollout and the rollout state of each term. Returns the D samples, their noisy latents
+    [D, ...], their noise levels [D], and the targets.
     """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     indices = copy_to_device(torch.tensor([i for i, _, _ in chosen], dtype=torch.int64), states.device)
     if not chosen:
         none = states[:0]
-        targets = DataTargets(term_indices=indices, clean_latents=none, noise=none)
-        return NoisyData(samples=[], latents=none, sigma=states.new_empty(0), targets=targets)
+        return [], none, states.new_empty(0), DataTargets(term_indices=indices, clean_latents=none, noise=none)
     clean = torch.stack([sample.data_latents for _, _, sample in chosen if sample.data_latents is not None])
     seeds = [data.seed for _, data, _ in chosen]
     (sigma,) = lists_to_device(states.device, [data.sigma for _, data, _ in chosen])
@@ -319,9 +300,5 @@ def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], state
         latents = noisy_latents(clean, noise, sigma)
     else:
         latents, noise = add_noise(clean, sigma, seeds)
-    return NoisyData(
-        samples=[sample for _, _, sample in chosen],
-        latents=latents,
-        sigma=sigma,
-        targets=DataTargets(term_indices=indices, clean_latents=clean, noise=noise),
-    )
+    targets = DataTargets(term_indices=indices, clean_latents=clean, noise=noise)
+    return [sample for _, _, sample in chosen], latents, sigma, targets

@@ -15,7 +15,7 @@ from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.algorithms.policy_ratio import outside_clip_range, ratio_stats
 from wfm_ds.recipe.algorithms import DgpoAlgorithm
-from wfm_ds.sampling.latents import require_latents, sample_mean
+from wfm_ds.sampling.latents import sample_mean
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties
@@ -63,19 +63,19 @@ class Dgpo(ForwardProcess):
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
         """See RlAlgorithm. The group id of a loss term is its noise seed, unique to a group and noise level."""
-        errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
+        errors, ref_errors = batch.velocity_errors(velocity), batch.velocity_errors(references["ref"])
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         assert batch.group_statistics is not None, "set by the RL loop"
         weight_B = torch.sigmoid(batch.group_statistics)
-        errors = self._velocity_errors(velocity, batch)
+        errors = batch.velocity_errors(velocity)
         v = velocity if self.has_regularizer else velocity.detach()
         distance = sample_mean((v - references["ref"]).square(), batch.loss_mask)
         stats: Stats = {"dgpo/group_weight": weight_B, "dgpo/error": errors.detach(), "kl/ref": distance.detach()}
         if (clip := self.settings.clip_ratio) is not None:
-            old_errors = self._velocity_errors(references["old"], batch) if "old" in references else errors
+            old_errors = batch.velocity_errors(references["old"]) if "old" in references else errors
             log_ratio = (old_errors - errors).detach()
             higher, lower = outside_clip_range(log_ratio, clip, clip)
             stats |= ratio_stats(log_ratio, higher, lower, batch.credit)
@@ -90,7 +90,3 @@ class Dgpo(ForwardProcess):
         if self.settings.clip_ratio is None:
             return {}
         return {"old": min(OLD_DECAY_SLOPE * max(num_updates - 1, 0), MAX_OLD_DECAY)}
-
-    def _velocity_errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise)
-        return sample_mean((velocity - (batch.noise - batch.clean_latents)).square(), batch.loss_mask)

@@ -198,7 +198,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         key = (step, update, rollout.seed)
         denoise_step = derive_seed(self.run_seed, "distilled_step", *key) % self.num_steps
         level, noise_seed = self._draw_noise("distillation", *key)
-        trains_fake = self.choose_adapter(step, update) == FAKE_SCORE
+        trains_fake, noisy = self.choose_adapter(step, update) == FAKE_SCORE, plan.trainable_noisy_steps
         term = Dmd2Term(
             row=row,
             sigma=level if trains_fake else plan.steps[denoise_step].sigma,
@@ -208,31 +208,22 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
             level=level,
             noise_seed=noise_seed,
             advantage=advantage,
-            transition_factor=self._transition_factor(plan, denoise_step),
+            transition_factor=self.num_steps / len(noisy) if denoise_step in noisy else 0.0,
         )
-        if trains_fake or not self._renoises:
+        if trains_fake or self.settings.passes_per_term == 1:
             return term
         reward_level, reward_noise_seed = self._draw_noise("reward", *key)
         return dataclasses.replace(term, num_parts=2, reward_level=reward_level, reward_noise_seed=reward_noise_seed)
 
-    def _transition_factor(self, plan: FlowPlan, denoise_step: int) -> float:
-        trained = plan.trainable_noisy_steps
-        return self.num_steps / len(trained) if denoise_step in trained else 0.0
-
     def _draw_noise(self, purpose: str, *key: int) -> tuple[float, int]:
         assert self.shift is not None, "built without a model: the timestep shift is unknown"
         quantile = draw_uniform(self.run_seed, f"{purpose}_level", *key)
-        return draw_level(self.settings.levels, self.shift, quantile), derive_seed(
-            self.run_seed, f"{purpose}_noise", *key
-        )
+        level = draw_level(self.settings.levels, self.shift, quantile)
+        return level, derive_seed(self.run_seed, f"{purpose}_noise", *key)
 
     @functools.cached_property
     def _noisy_table(self) -> Tensor:
         return plan_without_window(self.sampling, self.grid).table
-
-    @property
-    def _renoises(self) -> bool:
-        return self.settings.passes_per_term == 2
 
     def assemble(self, terms: Sequence[Dmd2Term], rollouts: Sequence[Rollout], device: torch.device) -> LossTermBatch:
         samples = [rollouts[t.row] for t in terms]
@@ -263,7 +254,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         )
         if self.settings.reward is None:
             return batch
-        if self._renoises:
+        if self.settings.passes_per_term == 2:
             return dataclasses.replace(batch, renoised=self._renoise_samples(terms, samples, batch))
         return dataclasses.replace(batch, transition=self._select_transitions(terms, samples, device))
 

@@ -35,7 +35,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, count_of_fraction
 from wfm_ds.sampling.denoise import transition_log_prob, transition_mean
-from wfm_ds.sampling.latents import require_vectors, sample_mean
+from wfm_ds.sampling.latents import sample_mean
 from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps, plan_without_window, rollout_plan
 from wfm_ds.seeds import derive_seed
 
@@ -48,15 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviations are logged
-
-
-def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
-    """Return |log p_old - log p_rollout| / clip_range, [B], detached. It measures how stale each loss term is.
-
-    Both log-probabilities are [B] float32, averaged over the elements of a sample.
-    """
-    require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
-    return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
 
 
 def grpo_guard_log_ratio(
@@ -273,7 +264,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     ) -> PolicyComparison:
         log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD_COLUMN].float()
         old_log_prob = self._choose_old(batch, references, log_prob, batch.rollout_log_prob, self._log_prob)
-        log_ratio, divergence, staleness, start = log_prob - old_log_prob, None, None, None
+        log_ratio, divergence, drift, start = log_prob - old_log_prob, None, None, None
         if self.compares_means:
             mask = batch.loss_mask
             mean = self._transition_mean(velocity, batch)
@@ -284,12 +275,13 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 divergence = step_divergence(mean, old_mean, std, mask)
                 if self.drops_stale_terms:
                     rollout_divergence = step_divergence(old_mean, _require_stored(batch.rollout_mean), std, mask)
-                    staleness = rollout_divergence / self.settings.divergence
+                    drift = rollout_divergence / self.settings.divergence
                 if batch.is_first_update and batch.rollout_mean is not None:
                     start = step_divergence(mean, batch.rollout_mean, std, mask)
         if self.drops_stale_terms and not self.uses_divergence:
-            staleness = policy_drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
-        return PolicyComparison(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, staleness, start)
+            distance = (old_log_prob - batch.rollout_log_prob).abs().detach()
+            drift = distance / min(self.clip_low, self.clip_high)
+        return PolicyComparison(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, drift, start)
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.loss_mask)

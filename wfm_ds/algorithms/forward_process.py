@@ -25,7 +25,7 @@ from wfm_ds.algorithms.base import (
 )
 from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import ForwardProcessSettings
-from wfm_ds.sampling.latents import add_noise
+from wfm_ds.sampling.latents import add_noise, require_latents, sample_mean
 from wfm_ds.sampling.plan import rollout_plan
 from wfm_ds.seeds import derive_seed
 
@@ -51,6 +51,11 @@ class ForwardBatch(LossTermBatch):
     clean_latents: Tensor
     noise: Tensor
     credit: Tensor  # from ForwardProcess.credit_from_advantage
+
+    def velocity_errors(self, velocity: Tensor) -> Tensor:
+        """Return mean((velocity - (noise - clean_latents))^2) of each sample, [B]."""
+        require_latents(velocity=velocity, clean=self.clean_latents, noise=self.noise)
+        return sample_mean((velocity - (self.noise - self.clean_latents)).square(), self.loss_mask)
 
 
 class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):

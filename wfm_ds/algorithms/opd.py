@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from wfm_ds.types import Rollout
 
 
-def opd_loss(
-    velocity: Tensor, teacher_velocity: Tensor, weight: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (loss [B], distance [B]) with distance = mean((v - v_teacher)^2) and loss = weight * distance.
-
-    velocity, teacher_velocity: v (with gradient) and v_teacher, predictions [B, ...] at the same noisy latents. weight:
-    [B]. mask: as in sample_mean.
-    """
-    distance = sample_mean((velocity - teacher_velocity.detach()).square(), mask)
-    return weight * distance, distance.detach()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpdTerm(LossTerm):
     denoise_step: int  # index of the denoising step
@@ -127,5 +115,5 @@ class OnPolicyDistillation(RlAlgorithm[OpdTerm, OpdBatch]):
 
     def loss(self, velocity: Tensor, batch: OpdBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         (teacher_velocity,) = references.values()
-        loss, distance = opd_loss(velocity, teacher_velocity, batch.distance_weight, batch.loss_mask)
-        return loss, {"opd/distance": distance}
+        distance = sample_mean((velocity - teacher_velocity.detach()).square(), batch.loss_mask)
+        return batch.distance_weight * distance, {"opd/distance": distance.detach()}

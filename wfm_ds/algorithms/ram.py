@@ -47,6 +47,6 @@ class Ram(ForwardProcess):
         return loss, {
             "loss/policy": loss.detach(),
             "kl/ref": distance,
-            "ram/velocity_error": sample_mean((detached - (batch.noise - batch.clean_latents)).square(), mask),
+            "ram/velocity_error": batch.velocity_errors(detached),
             "ram/tilt_abs_mean": batch.credit.abs(),
         }
