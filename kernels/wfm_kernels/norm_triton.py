@@ -139,10 +139,6 @@ def _row_launch(n: int) -> dict[str, int]:
     return {"BLOCK": block, "warps": warps}
 
 
-def _reduce_parts(parts: Tensor, modulation: Tensor) -> Tensor:
-    return parts.sum(1, keepdim=True).sum_to_size(modulation.shape).to(modulation.dtype)
-
-
 def adaptive_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, center: bool, plus_one: bool) -> Tensor:
     x = x.contiguous()
     scale, shift = (m if m.stride(-1) == 1 else m.contiguous() for m in (scale, shift))
@@ -214,9 +210,9 @@ def adaptive_norm_backward(
     if whole is not None:
         grad_scale = _sum_samples(whole, scale)
     elif part_scale is not None:
-        grad_scale = _reduce_parts(part_scale, scale)
+        grad_scale = _sum_samples(part_scale.sum(1, keepdim=True), scale)
     if part_shift is not None:
-        grad_shift = _reduce_parts(part_shift, scale)
+        grad_shift = _sum_samples(part_shift.sum(1, keepdim=True), scale)
     elif for_shift:
         grad_shift = _sum_samples(upstream.to(torch.float32), scale)
     return grad_x, grad_scale, grad_shift
@@ -264,11 +260,8 @@ def gate_residual_backward(
     programs = triton.cdiv(tokens, tiles)
     grad_y = _empty_contiguous(y) if for_y else y.new_empty(0)
     whole = _empty_gradient(y, gate) if for_gate and per_token else None
-    parts = (
-        triton_backend._empty_tensor((batch, programs, n), torch.float32, y.device)
-        if for_gate and not per_token
-        else None
-    )
+    sums = for_gate and not per_token
+    parts = triton_backend._empty_tensor((batch, programs, n), torch.float32, y.device) if sums else None
     triton_backend._launch_kernel(
         kernels.gate_residual_gradient_kernel,
         (programs, batch, triton.cdiv(n, GATE_BLOCK)),
@@ -287,4 +280,4 @@ def gate_residual_backward(
     )
     if whole is not None:
         return grad_y, _sum_samples(whole, gate)
-    return grad_y, _reduce_parts(parts, gate) if parts is not None else gate.new_empty(0)
+    return grad_y, gate.new_empty(0) if parts is None else _sum_samples(parts.sum(1, keepdim=True), gate)

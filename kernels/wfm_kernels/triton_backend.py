@@ -38,6 +38,10 @@ def _align_tensor(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def _align_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else _align_tensor(tensor) for tensor in tensors]
+
+
 def _split_sample(n: int, block: int) -> tuple[int, int]:
     """Return (tiles per program, programs per sample) for samples of n elements. Does not depend on the batch size."""
     blocks = -(-n // block)
@@ -71,10 +75,9 @@ def _run_sde_kernel(
     _launch_kernel(
         kernels.sde_kernel,
         (split, batch),
-        _align_tensor(velocity),
-        _align_tensor(latents),
-        out,
-        None if noise is None else _align_tensor(noise),
+        *_align_tensors(velocity, latents),
+        out,  # never a copy: the kernel may write it
+        *_align_tensors(noise),
         seeds,
         mean,
         coefficients,
@@ -140,9 +143,7 @@ def sde_log_prob_backward(
         kernels.sde_gradient_kernel,
         (-(-n // BLOCK), batch),
         upstream,
-        _align_tensor(velocity),
-        _align_tensor(latents),
-        _align_tensor(next_latents),
+        *_align_tensors(velocity, latents, next_latents),
         coefficients,
         gradient,
         n,
@@ -169,11 +170,7 @@ def nft_loss(
     _launch_kernel(
         kernels.nft_kernel,
         (split, batch),
-        _align_tensor(velocity),
-        _align_tensor(old),
-        _align_tensor(clean),
-        _align_tensor(noise),
-        None if ref is None else _align_tensor(ref),
+        *_align_tensors(velocity, old, clean, noise, ref),
         sigma.contiguous(),
         parts,
         n,
@@ -223,11 +220,7 @@ def nft_loss_backward(
         (-(-n // BLOCK), batch),
         upstream,
         upstream_kl,
-        _align_tensor(velocity),
-        _align_tensor(old),
-        _align_tensor(clean),
-        _align_tensor(noise),
-        None if ref is None else _align_tensor(ref),
+        *_align_tensors(velocity, old, clean, noise, ref),
         sigma.contiguous(),
         reward_weight.contiguous(),
         stats,

@@ -302,17 +302,3 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
     y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # NaN passes through
     tl.store(byte_ptr + row * n + i, e4m3_bits(y), mask=mask)
     tl.store(scale_ptr + row, scale)
-
-
-@triton.jit
-def philox_words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
-    """Write the raw Philox words [B, num_counters, 4] int32, for tests."""
-    sample = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)
-    out = word_ptr + (sample * num_counters + i) * 4
-    mask = i < num_counters
-    tl.store(out, a.to(tl.int32, bitcast=True), mask=mask)
-    tl.store(out + 1, b.to(tl.int32, bitcast=True), mask=mask)
-    tl.store(out + 2, c.to(tl.int32, bitcast=True), mask=mask)
-    tl.store(out + 3, d.to(tl.int32, bitcast=True), mask=mask)

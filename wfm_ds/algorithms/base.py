@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from wfm_ds.algorithms.advantages import Advantages, Array, Rewards, compute_adv
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.algorithms import RlSettings, RolloutSettings
 from wfm_ds.sampling.latents import StreamWeights, free_frame_mask
-from wfm_ds.sampling.plan import apply_shift
+from wfm_ds.sampling.plan import apply_shift, plan_without_window
 from wfm_ds.seeds import draw_permutation, draw_uniform
 from wfm_ds.types import DEFAULT_ADAPTER, ConditioningFrames, Prompt
 
@@ -145,6 +146,11 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         sizes = {} if model is None else model.stream_sizes(recipe.sampling)
         self.stream_weights = choose_stream_weights(getattr(self.settings, "stream_weights", "elements"), sizes)
         self.uses_conditioning_frames = (num_frames if model is None else model.clean_frame_range(num_frames))[1] > 0
+
+    @functools.cached_property
+    def noisy_table(self) -> Tensor:
+        """FlowPlan.table with noise at every step, whatever the window of the recipe is."""
+        return plan_without_window(self.sampling, self.grid).table
 
     @abstractmethod
     def plan(self, step: int) -> SamplingPlan:

@@ -7,7 +7,6 @@ predictions move in the direction from the fake score's prediction to the teache
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FAKE_SCORE, DistillationSettings, Dmd2Algorithm
 from wfm_ds.sampling.denoise import transition_log_prob
 from wfm_ds.sampling.latents import add_noise, sample_mean
-from wfm_ds.sampling.plan import apply_shift, invert_shift, plan_without_window, rollout_plan
+from wfm_ds.sampling.plan import apply_shift, invert_shift, rollout_plan
 from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_ds.types import DEFAULT_ADAPTER
 
@@ -221,10 +220,6 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         level = draw_level(self.settings.levels, self.shift, quantile)
         return level, derive_seed(self.run_seed, f"{purpose}_noise", *key)
 
-    @functools.cached_property
-    def _noisy_table(self) -> Tensor:
-        return plan_without_window(self.sampling, self.grid).table
-
     def assemble(self, terms: Sequence[Dmd2Term], rollouts: Sequence[Rollout], device: torch.device) -> LossTermBatch:
         samples = [rollouts[t.row] for t in terms]
         prediction = torch.stack([s.predictions[t.denoise_step] for s, t in zip(samples, terms, strict=True)])
@@ -286,7 +281,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         advantage, factor = lists_to_device(device, [t.advantage for t in terms], [t.transition_factor for t in terms])
         return TransitionReward(
             next_latents=torch.stack(following),
-            coefficients=copy_to_device(self._noisy_table[[t.denoise_step for t in terms]], device),
+            coefficients=copy_to_device(self.noisy_table[[t.denoise_step for t in terms]], device),
             advantage=advantage,
             factor=factor,
         )

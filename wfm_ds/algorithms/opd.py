@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from wfm_ds.algorithms.flow_grpo import kl_scale
 from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import DistillationSettings, OpdAlgorithm
 from wfm_ds.sampling.latents import sample_mean
-from wfm_ds.sampling.plan import plan_without_window, rollout_plan
+from wfm_ds.sampling.plan import rollout_plan
 from wfm_ds.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -105,13 +104,9 @@ class OnPolicyDistillation(RlAlgorithm[OpdTerm, OpdBatch]):
     def _distance_weights(self, terms: Sequence[OpdTerm]) -> list[float]:
         if self.settings.weighting == "uniform":
             return [1.0] * len(terms)
-        coefficients = self._noisy_table[[t.denoise_step for t in terms]]
+        coefficients = self.noisy_table[[t.denoise_step for t in terms]]
         weights: list[float] = kl_scale("gaussian", coefficients, torch.ones(len(terms))).tolist()
         return weights
-
-    @functools.cached_property
-    def _noisy_table(self) -> Tensor:
-        return plan_without_window(self.sampling, self.grid).table
 
     def loss(self, velocity: Tensor, batch: OpdBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         (teacher_velocity,) = references.values()

@@ -39,9 +39,9 @@ def enable_checkpointing(denoiser: nn.Module, setting: Checkpointing) -> None:
 def checkpoint_except_attention(block: nn.Module, *args: Any) -> Any:
     """Run a block. Its backward pass recomputes all activations except the attention outputs of `keeps_output`."""
 
-    def share_outputs() -> tuple[_KeepOutputs, _ReuseOutputs]:
+    def share_outputs() -> tuple[_SharedOutputs, _SharedOutputs]:
         outputs: deque[Any] = deque()
-        return _KeepOutputs(outputs), _ReuseOutputs(outputs)
+        return _SharedOutputs(outputs, reuse=False), _SharedOutputs(outputs, reuse=True)
 
     return checkpoint(block.__call__, *args, use_reentrant=False, context_fn=share_outputs)
 
@@ -71,25 +71,19 @@ def keeps_output(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # ZeRO-3, they do not: DeepSpeed gathers weights inside the block and prefetches others at different times.
 
 
-class _KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, outputs: deque[Any]) -> None:
+class _SharedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps outputs during the forward pass. With `reuse`, returns them while the block is recomputed."""
+
+    def __init__(self, outputs: deque[Any], *, reuse: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._outputs = outputs
+        self._outputs, self._reuse = outputs, reuse
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_kept = keeps_output(func, args, kwargs or {})
+        if is_kept and self._reuse and self._outputs:
+            return self._outputs.popleft()
         result = func(*args, **(kwargs or {}))
-        if keeps_output(func, args, kwargs or {}):
+        if is_kept and not self._reuse:
             # Autograd attaches a graph to the result. The kept tensors must not reference this graph.
             self._outputs.append(tree_map_only(Tensor, Tensor.detach, result))
         return result
-
-
-class _ReuseOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, outputs: deque[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._outputs = outputs
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._outputs and keeps_output(func, args, kwargs or {}):
-            return self._outputs.popleft()
-        return func(*args, **(kwargs or {}))

@@ -49,7 +49,7 @@ def convolution_backward_flops(
     The arguments are those of aten::convolution_backward, with shapes instead of tensors.
     """
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = arguments
-    return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
+    return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * int(sum(output_mask[:2]))
 
 
 def make_flop_counter() -> FlopCounterMode:
