@@ -44,6 +44,11 @@ def close(got, want, relative):
     assert (got - want).norm() <= relative * want.norm(), ((got - want).norm() / want.norm()).item()
 
 
+def relative_error(got, want):
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
 def coefficients(kind, count, eta=ETA):
     rows = [torch.tensor([values[i % 5] for i in range(count)], dtype=FP64) for values in (SIGMA, SIGMA_NEXT)]
     return sde_coefficients(kind, *rows, eta=eta, sigma_max=SIGMA_MAX).to(DEVICE)

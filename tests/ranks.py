@@ -220,6 +220,15 @@ def load(file):
     return module
 
 
+def attempt(call, kind):
+    """Return the message of the error of type `kind` that the call raises, else "no error"."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"
+
+
 @contextlib.contextmanager
 def started(num_ranks, folder, environment=None):
     """Yield a pool of ranks and stop it at the end."""

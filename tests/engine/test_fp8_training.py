@@ -9,6 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import nn
 
 import transformer_engine_double
+from kernel_cases import relative_error
 from multi_rank.training import inputs, small_sd3
 from wfm_ds.engine import fp8_training, optional_packages
 from wfm_ds.engine.fp8_training import te_layer_factory, train_in_float8
@@ -16,7 +17,6 @@ from wfm_ds.errors import RecipeError
 
 pytestmark = pytest.mark.slow
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
 BY_LIBRARY = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
 KEY = "model.fp8_training: transformer_engine"
@@ -36,10 +36,6 @@ def pair():
     plain, converted = (nn.Sequential(Block()).to(BF16) for _ in range(2))
     converted.load_state_dict(plain.state_dict())
     return plain, converted
-
-
-def relative(found, wanted):
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @BY_LIBRARY
@@ -68,8 +64,8 @@ def test_values_and_gradients_stay_near_and_a_row_does_not_depend_on_its_batch()
         found.backward(upstream)
         results[name] = [found.detach(), given.grad, network[0].up.weight.grad, network[0].up.bias.grad]
     for found, wanted, most in zip(results["float8"], results["plain"], (0.06, 0.06, 0.06, 0.01), strict=True):
-        assert relative(found, wanted) < most
-    assert relative(results["float8"][0], results["plain"][0]) > 0.01
+        assert relative_error(found, wanted) < most
+    assert relative_error(results["float8"][0], results["plain"][0]) > 0.01
     with torch.no_grad():
         assert torch.equal(module(x), results["float8"][0])  # a forward changes no state
         assert all(torch.equal(module(x[i : i + 1])[0], results["float8"][0][i]) for i in range(len(x)))

@@ -30,6 +30,17 @@ def exported(folder):
     return {f"{f.relative_to(last)} {name}": tensor for f in files for name, tensor in load_file(f).items()}
 
 
+def assert_equal_exports(got, want):
+    ours, theirs = exported(got), exported(want)
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())  # a stopped run also exported at its stop
+
+
+def assert_bitwise_equal(got, want):
+    """Assert that metrics and exported weights of two runs are equal, for example of runs with and without workers."""
+    assert records(got) == records(want)
+    assert_equal_exports(got, want)
+
+
 def assert_same_runs(one, two):
     """Assert that metrics and exported weights of two runs are equal up to rounding. Rewards must score images."""
     lines = records(one)

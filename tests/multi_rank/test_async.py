@@ -1,7 +1,6 @@
 """Async runs with rollout workers: on-policy, they equal colocated runs on any number of ranks and after a resume."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.transport.keys import create_key_pair
 
-ROOT = Path(__file__).parent.parent.parent
 COMMON = [
     "optimizer.eps=1e-4",
     "optimizer.lr=3e-2",
@@ -73,22 +71,13 @@ def updates(folder):
 def test_a_rank_trains_on_the_samples_of_a_worker(one_rank, tiny_pipelines, tmp_path):
     keys, output = tmp_path / "keys", tmp_path / "async"
     create_key_pair(keys, "hub")
+    overrides = [
+        *[*COMMON, *ON_POLICY, "run.steps=2", "logging.tensorboard=false", "validation.num_prompts=1"],
+        *["reward.functions=[{name: jpeg_compressibility}]", "rollout.spawn=0", "rollout.bind=tcp://127.0.0.1:0"],
+        *[f"rollout.keys={keys}", f"rollout.policy_folder={tmp_path / 'policies'}"],
+    ]
     (ended,) = one_rank.run(
-        train_beside_a_worker,
-        recipe=str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"),
-        overrides=[
-            f"run.output_dir={output}",
-            f"model.path={tiny_pipelines('sd3')}",
-            f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
-            *[*COMMON, *ON_POLICY, "run.steps=2", "logging.tensorboard=false", "validation.num_prompts=1"],
-            *["reward.functions=[{name: jpeg_compressibility}]", "rollout.spawn=0"],
-            *[
-                "rollout.bind=tcp://127.0.0.1:0",
-                f"rollout.keys={keys}",
-                f"rollout.policy_folder={tmp_path / 'policies'}",
-            ],
-        ],
-        output=str(output),
+        train_beside_a_worker, **tiny_recipe("sd3_nft", output, tiny_pipelines("sd3"), *overrides), output=str(output)
     )
     assert list((tmp_path / "policies").iterdir()) == []  # the run removed the policies that it wrote there
     assert (ended["status"], ended["step"], ended["codes"]) == ("finished", 2, [0])

@@ -1,6 +1,7 @@
 """Attention kernels under sequence parallelism: every attention call must use the selected kernel."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,6 @@ def chosen_on_rank(name):
     """Replace the kernel by one that counts calls and runs torch's. Return the counts and the largest output error."""
     calls, table = [], _AttentionBackendRegistry._backends
     cudnn = KERNELS["cudnn"].backend
-    stock = table[cudnn]
 
     def count(**arguments):
         calls.append(arguments["query"].shape[2])  # heads
@@ -26,11 +26,8 @@ def chosen_on_rank(name):
     shared = copy.deepcopy(whole)
     install_ulysses(shared, dist.group.WORLD)
     use_kernel(shared, "cudnn")
-    table[cudnn] = count
-    try:
+    with mock.patch.dict(table, {cudnn: count}):
         outputs, _ = forwards(shared, case, case.sizes)
-    finally:
-        table[cudnn] = stock
     want, _ = forwards(whole, case, case.sizes)
     error = max(float((got - exact).abs().max()) for got, exact in zip(outputs, want, strict=True))
     return {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multi_rank.resuming import assert_equal_runs, tiny_recipe, train_on_rank
+from multi_rank.resuming import assert_equal_runs
 from multi_rank.same_runs import assert_same_runs, records
 
 SPREAD = ["data.choose=reward_std", "rollout.prompts_per_step=4", "rollout.group_size=2", "validation.every=0"]
@@ -13,30 +13,23 @@ STALE = ["run.steps=6", "optimizer.lr=1e-30", "rollout.mode=async", "rollout.max
 
 
 @pytest.fixture
-def train(tiny_pipelines, tmp_path):
-    """Return a function that trains tiny NFT on the given ranks into tmp_path/where."""
-
-    def run(ranks, where, *overrides, **stop):
-        recipe = tiny_recipe("sd3_nft", tmp_path / where, tiny_pipelines("sd3"), *SPREAD, *overrides)
-        return ranks.run(train_on_rank, **recipe, **stop)
-
-    return run
+def train(train_tiny):
+    """Return a function that trains tiny NFT into tmp_path/where."""
+    return lambda where, *overrides, **options: train_tiny(where, "sd3_nft", *SPREAD, *overrides, **options)
 
 
 @pytest.mark.long
-def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_resumes(
-    train, one_rank, two_ranks, tmp_path
-):
-    train(two_ranks, "whole", *LEARNING)
-    train(two_ranks, "parts", *LEARNING, stop_at=2)
-    train(two_ranks, "parts", *LEARNING)
+def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_resumes(train, tmp_path):
+    train("whole", *LEARNING, ranks=2)
+    train("parts", *LEARNING, ranks=2, stop_at=2)
+    train("parts", *LEARNING, ranks=2)
     assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
-    train(one_rank, "async", *LEARNING, "rollout.mode=async", "rollout.max_staleness=0")
+    train("async", *LEARNING, "rollout.mode=async", "rollout.max_staleness=0")
     assert_same_runs(tmp_path / "whole", tmp_path / "async")
     steps = [step for step in records(tmp_path / "whole") if "loss/total" in step]
     assert steps[0]["data/prompts_seen"] == 4
     assert all(step["data/prompts_effective"] < 11.9 for step in steps)  # out of 12 prompts
-    train(two_ranks, "shuffled", *LEARNING, "run.steps=1", "reward.shuffle=true")
+    train("shuffled", *LEARNING, "run.steps=1", "reward.shuffle=true", ranks=2)
     (shuffled,) = [step for step in records(tmp_path / "shuffled") if "loss/total" in step]
     assert shuffled["reward/total/mean"] == pytest.approx(steps[0]["reward/total/mean"])
     # The prompt table gets the same rewards as the algorithm: the shuffled ones.
@@ -44,10 +37,10 @@ def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_re
 
 
 @pytest.mark.long
-def test_prompts_drawn_ahead_are_equal_on_each_rank_and_after_a_resume(train, two_ranks, tmp_path):
-    train(two_ranks, "whole", *STALE)
-    train(two_ranks, "parts", *STALE, "run.steps=3", "checkpoint.every=3")
-    train(two_ranks, "parts", *STALE, "checkpoint.every=3")
+def test_prompts_drawn_ahead_are_equal_on_each_rank_and_after_a_resume(train, tmp_path):
+    train("whole", *STALE, ranks=2)
+    train("parts", *STALE, "run.steps=3", "checkpoint.every=3", ranks=2)
+    train("parts", *STALE, "checkpoint.every=3", ranks=2)
     assert_same_runs(tmp_path / "whole", tmp_path / "parts")
     steps = [step for step in records(tmp_path / "whole") if "loss/total" in step]
     assert len({step["reward/total/mean"] for step in steps}) == 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import assert_equal_runs, records, tiny_recipe, train_with_own_code, weights
+from multi_rank.resuming import assert_equal_runs, records, train_with_own_code, weights
 from multi_rank.same_runs import assert_same_runs
 
 REWARDS = Path(__file__).parent / "rewards"
@@ -24,14 +24,10 @@ CHOICES = ("rollout/candidates", "rollout/refills", "rollout/groups_dropped", "r
 
 
 @pytest.fixture
-def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Return a function that trains a tiny recipe into tmp_path/where."""
-
-    def run(where, name, *overrides, ranks=1, stop_at=None):
-        group = one_rank if ranks == 1 else two_ranks
-        recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *GROUPS, *overrides)
-        group.run(train_with_own_code, folder=str(REWARDS), stop_at=stop_at, **recipe)
-        return tmp_path / where
+def train(train_tiny):
+    def run(where, name, *overrides, **options):
+        options |= {"function": train_with_own_code, "folder": str(REWARDS)}
+        return train_tiny(where, name, *COMMON, *GROUPS, *overrides, **options)
 
     return run
 
@@ -164,13 +160,7 @@ def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, t
 def test_refills_are_equal_on_all_ranks_and_after_a_resume(name, overrides, train):
     one, two = train("one", name, *PICKY, *overrides), train("two", name, *PICKY, *overrides, ranks=2)
     assert_same_runs(one, two)
-    tags = (
-        "rollout/candidates",
-        "rollout/refills",
-        "rollout/groups_dropped",
-        "adv/groups_skipped",
-        "adv/zero_std_ratio",
-    )
+    tags = (*CHOICES[:3], "adv/groups_skipped", "adv/zero_std_ratio")
     steps = list(zip(*(of_steps(one, tag) for tag in tags), strict=True))
     size = 8 if any(word.startswith("sampling.explore") for word in overrides) else 4
     full = [candidates / size - dropped == 3 for candidates, _, dropped, *_ in steps]

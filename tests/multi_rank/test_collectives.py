@@ -1,8 +1,10 @@
 """Number of collectives that wfm_ds calls per step, not counting DeepSpeed's. A single rank calls none."""
 
+import contextlib
 import sys
 from collections import Counter
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 
@@ -18,37 +20,29 @@ def exchanges_of_steps(recipe, overrides):
     from wfm_ds.training.rl import RlLoop
     from wfm_ds.training.sft import SftLoop
 
-    calls, seen, originals = Counter(), [], {name: getattr(dist, name) for name in EXCHANGES}
+    calls, seen = Counter(), []
 
-    def counted(name):
+    def counted(name, original):
         def call(*args, **kwargs):
             if sys._getframe(1).f_globals["__name__"].startswith("wfm_ds."):
                 calls[name] += 1
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
-    def marked(loop):
-        train_on = loop.train_step
-
+    def marked(train_on):
         def begin(self, step):
             seen.append(calls.copy())
             return train_on(self, step)
 
-        return train_on, begin
+        return begin
 
-    loops = {loop: marked(loop) for loop in (SftLoop, RlLoop)}
-    for name in EXCHANGES:
-        setattr(dist, name, counted(name))
-    for loop, (_, begin) in loops.items():
-        loop.train_step = begin
-    try:
+    with contextlib.ExitStack() as patches:
+        for name in EXCHANGES:
+            patches.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+        for loop in (SftLoop, RlLoop):
+            patches.enter_context(mock.patch.object(loop, "train_step", marked(loop.train_step)))
         train_on_rank(recipe, overrides)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-        for loop, (train_on, _) in loops.items():
-            loop.train_step = train_on
     return [dict(after - before) for before, after in pairwise(seen)]
 
 

@@ -1,15 +1,13 @@
 """Compiled blocks under DeepSpeed: training equals eager training, and a whole run compiles few graphs."""
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from multi_rank.sharing import CASES, built, difference, run
-from multi_rank.training import EVERYTHING, MICRO_STEPS, ROOT, TARGETS, small_recipe, small_sd3, train_step
+from multi_rank.training import EVERYTHING, MICRO_STEPS, TARGETS, small_recipe, small_sd3, train_step, write_zero3
 from wfm_ds.ulysses.install import install_ulysses
 
 pytestmark = pytest.mark.slow
@@ -47,13 +45,8 @@ def steps_on_rank(config, compiled, lora, checkpointing):
     return {"rows": rows, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
-def zero3_with_leaves(folder):
-    """Write a zero3.json that gathers the parameters of a whole block at a time, also the small ones."""
-    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": [BLOCKS]}}
-    path = Path(folder) / "zero3_leaves.json"
-    path.write_text(json.dumps(config))
-    return path
+# Gathers the parameters of a whole block at a time, also the small ones.
+LEAVES = {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": [BLOCKS]}}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ def zero3_with_leaves(folder):
 )
 @pytest.mark.long
 def test_training_of_two_ranks_equals_the_eager_one(config, lora, checkpointing, two_ranks, tmp_path):
-    source = str(zero3_with_leaves(tmp_path)) if config == "zero3, leaves" else config
+    source = write_zero3(tmp_path, **LEAVES) if config == "zero3, leaves" else config
     settings = {"config": source, "lora": lora, "checkpointing": checkpointing}
     eager = two_ranks.run(steps_on_rank, compiled=False, **settings)
     compiled = two_ranks.run(steps_on_rank, compiled=True, **settings)

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 from commands import wfm_command
 from folders import contents
-from multi_rank.resuming import settings, train_on_rank
+from multi_rank.resuming import settings, tiny_recipe, train_on_rank
 from multi_rank.training import small_sd3
 
 convert = wfm_command("convert")
-ROOT = Path(__file__).parent.parent.parent
 SAVING = ["checkpoint.every=1", "checkpoint.export_every=1", "run.steps=2"]
 NFT = [
     ("nft lora zero2", ["engine.deepspeed=zero1", "model.dtype=bfloat16"]),
@@ -41,17 +40,10 @@ def test_a_converted_checkpoint_equals_the_export_of_the_run(case, changes, two_
 
 
 @pytest.mark.parametrize("lora", ["{rank: 4, alpha: 8}", "null"])
-def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.demos.digits_data import write_digits
-
-    write_digits(tmp_path / "digits")
-    overrides = [
-        *(f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('wan22')}"),
-        *(f"data.path={tmp_path / 'digits' / 'images'}", f"lora={lora}", "logging.console=false"),
-        *("validation.at_start=false", "validation.num_images=2", "validation.num_prompts=1"),
-    ]
-    recipe = str(ROOT / "tests" / "recipes" / "wan22_sft_lora.yaml")
-    two_ranks.run(train_on_rank, recipe=recipe, overrides=[*overrides, *SAVING])
+def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, digits, tmp_path):
+    overrides = [f"lora={lora}", "logging.console=false", "validation.at_start=false", "validation.num_images=2"]
+    model, words = tiny_pipelines("wan22"), [*overrides, "validation.num_prompts=1", *SAVING]
+    two_ranks.run(train_on_rank, **tiny_recipe("wan22_sft_lora", tmp_path / "run", model, *words, data=digits))
     got = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "out")
     assert got == contents(tmp_path / "run" / "safetensors" / "step_2")
     if lora != "null":

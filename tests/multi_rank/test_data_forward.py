@@ -1,17 +1,15 @@
 """DDRL with `data_forward: separate`: gradients, metrics and samples are the same as with `joint`."""
 
 import json
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from clips import write_clip
 from forward_counts import counted, predicted
-from multi_rank.resuming import records, train_on_rank
+from multi_rank.resuming import records, tiny_recipe, train_on_rank
 
-ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "tests" / "recipes"
 COMMON = [
     "run.steps=1",
     "logging.console=false",
@@ -49,11 +47,8 @@ def train_and_keep_gradients(recipe, overrides, kept, dropped):
         found = advantages(self, rewards, groups)
         return replace(found, values=[None if i in dropped else a for i, a in enumerate(found.values)])
 
-    DenoiserEngine.step, Ddrl.compute_advantages = keep, drop
-    try:
+    with mock.patch.object(DenoiserEngine, "step", keep), mock.patch.object(Ddrl, "compute_advantages", drop):
         return train_on_rank(recipe, overrides)
-    finally:
-        DenoiserEngine.step, Ddrl.compute_advantages = step, advantages
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +74,9 @@ def compare(tiny_pipelines, media, tmp_path):
         found = {}
         for how in ("joint", "separate"):
             folder, kept = tmp_path / how, tmp_path / f"{how}.pt"
-            places = [f"run.output_dir={folder}", f"model.path={tiny_pipelines(family)}", f"data.path={media[data]}"]
-            words = [*places, *COMMON, *CUT, *overrides, f"algorithm.data_forward={how}"]
-            options = {"recipe": str(TINY / "sd3_ddrl.yaml"), "kept": str(kept), "dropped": list(dropped)}
-            ranks.run(train_and_keep_gradients, overrides=words, **options)
+            words = [*COMMON, *CUT, *overrides, f"algorithm.data_forward={how}"]
+            recipe = tiny_recipe("sd3_ddrl", folder, tiny_pipelines(family), *words, data=media[data])
+            ranks.run(train_and_keep_gradients, **recipe, kept=str(kept), dropped=list(dropped))
             if exact:
                 assert counted(folder) == predicted(folder, ranks.num_ranks)
             found[how] = (torch.load(kept), records(folder))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.demos.digits_data import write_digits
 
 CUTS = {"one": "engine.micro_batch_size=4", "two": "engine.micro_batch_size=2"}  # 8 pairs per optimizer step
 COMMON = [
+    "data.max_bad_fraction=0.2",
     "run.steps=3",
     "optimizer.eps=1e-4",
     "optimizer.lr=3e-3",
@@ -45,18 +45,13 @@ def digits(tmp_path_factory):
     return folder
 
 
-def recipe_of(folder, pipeline, digits, *overrides):
-    broken = "data.max_bad_fraction=0.2"
-    return tiny_recipe("sd3_dpo", folder, pipeline, *COMMON, broken, *overrides, data=digits / "pairs.jsonl")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ci_cases("lora zero2", "full zero3")
-def test_dpo_on_two_ranks_equals_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
-    for where, ranks in (("one", one_rank), ("two", two_ranks)):
-        words = recipe_of(tmp_path / where, tiny_pipelines("sd3"), digits, CUTS[where], *KINDS[kind])
-        ranks.run(train_on_rank, **words)
-        assert counted(tmp_path / where) == predicted(tmp_path / where, ranks.num_ranks, num_images=3)
+def test_dpo_on_two_ranks_equals_dpo_on_one(kind, train_tiny, digits, tmp_path):
+    for ranks, where in enumerate(("one", "two"), 1):
+        words = [*COMMON, CUTS[where], *KINDS[kind]]
+        folder = train_tiny(where, "sd3_dpo", *words, ranks=ranks, data=digits / "pairs.jsonl")
+        assert counted(folder) == predicted(folder, ranks, num_images=3)
     lines = records(tmp_path / "one")
     evaluated = [line for line in lines if "val/loss" in line]
     trained = [line for line in lines if "dpo/loss" in line]
@@ -70,16 +65,15 @@ def test_dpo_on_two_ranks_equals_dpo_on_one(kind, one_rank, two_ranks, tiny_pipe
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_cached_latents_do_not_change_training(one_rank, tiny_pipelines, digits, tmp_path):
-    cache = [f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true", "data.clip=centre", "run.steps=2"]
-    plain = recipe_of(tmp_path / "plain", tiny_pipelines("sd3"), digits, "data.clip=centre", "run.steps=2", LORA)
-    kept = recipe_of(tmp_path / "kept", tiny_pipelines("sd3"), digits, *cache, LORA)
-    one_rank.run(prepare_on_rank, **kept)
+def test_cached_latents_do_not_change_training(train_tiny, digits, tmp_path):
+    words = ["sd3_dpo", *COMMON, "data.clip=centre", "run.steps=2", LORA]
+    cache = [f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true"]
+    train_tiny("kept", *words, *cache, data=digits / "pairs.jsonl", function=prepare_on_rank)
     entries = sorted((tmp_path / "cache" / "latents").rglob("*.safetensors"))
     images = {name for line in lines_of(digits) for name in (line["chosen"], line["rejected"])}
     assert len(entries) == len(images) - 2  # without the two corrupt images
-    one_rank.run(train_on_rank, **plain)
-    one_rank.run(train_on_rank, **kept)
+    train_tiny("plain", *words, data=digits / "pairs.jsonl")
+    train_tiny("kept", *words, *cache, data=digits / "pairs.jsonl")
     first, *_, last = (line for line in records(tmp_path / "plain") if "dpo/loss" in line)
     assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0.5)  # the policy equals the reference bit for bit
     assert last["dpo/margin"] != 0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from multi_rank.resuming import tiny_recipe, train_with_own_code
-from multi_rank.same_runs import assert_same_runs, exported, records
+from multi_rank.resuming import train_with_own_code
+from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs, records
 
 TESTS = str(Path(__file__).parent.parent)
 SIZE = 64
@@ -60,35 +60,27 @@ def edits(tmp_path_factory):
     return folder
 
 
-def settings(case, folder, tiny_pipelines, edits, *overrides):
-    name, family, of_case = CASES[case]
-    overrides = [*COMMON, "data.max_bad_fraction=0.5", *of_case, *overrides]
-    return {**tiny_recipe(name, folder, tiny_pipelines(family), *overrides, data=edits), "folder": TESTS}
+@pytest.fixture
+def train(train_tiny, edits):
+    """Return a function that trains one of CASES into tmp_path/where."""
 
+    def run(case, where, *overrides, data=edits, **options):
+        name, family, of_case = CASES[case]
+        options |= {"family": family, "data": data, "function": train_with_own_code, "folder": TESTS}
+        return train_tiny(where, name, *COMMON, "data.max_bad_fraction=0.5", *of_case, *overrides, **options)
 
-def assert_equal_runs(one, two):
-    assert records(one) == records(two)
-    ours, theirs = exported(one), exported(two)
-    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+    return run
 
 
 @pytest.mark.parametrize("case", ["nft", "flow_grpo"])
 @pytest.mark.long
-def test_rl_runs_are_the_same_on_one_rank_on_two_with_workers_and_resumed(
-    case, one_rank, two_ranks, tiny_pipelines, edits, tmp_path
-):
-    for name, ranks, overrides in (
-        ("one", one_rank, []),
-        ("two", two_ranks, []),
-        ("async", one_rank, ASYNC),
-        ("async_two", two_ranks, ASYNC),
-    ):
-        ranks.run(train_with_own_code, **settings(case, tmp_path / name, tiny_pipelines, edits, *overrides))
+def test_rl_runs_are_the_same_on_one_rank_on_two_with_workers_and_resumed(case, train, tmp_path):
+    for name, ranks, overrides in (("one", 1, []), ("two", 2, []), ("async", 1, ASYNC), ("async_two", 2, ASYNC)):
+        train(case, name, *overrides, ranks=ranks)
     for stop in (1, None):
-        resumed = settings(case, tmp_path / "resumed", tiny_pipelines, edits)
-        one_rank.run(train_with_own_code, **resumed, stop_at=stop)
-    assert_equal_runs(tmp_path / "one", tmp_path / "async")
-    assert_equal_runs(tmp_path / "resumed", tmp_path / "one")
+        train(case, "resumed", stop_at=stop)
+    assert_bitwise_equal(tmp_path / "one", tmp_path / "async")
+    assert_bitwise_equal(tmp_path / "resumed", tmp_path / "one")
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert_same_runs(tmp_path / "one", tmp_path / "async_two")
     steps = [line for line in records(tmp_path / "one") if "optim/grad_norm" in line]
@@ -99,19 +91,16 @@ def test_rl_runs_are_the_same_on_one_rank_on_two_with_workers_and_resumed(
         assert steps[0]["policy/ratio_start_abs_dev"] == 0
 
 
-def test_rl_does_not_decode_targets_that_it_does_not_use(one_rank, tiny_pipelines, edits, tmp_path):
+def test_rl_does_not_decode_targets_that_it_does_not_use(train, edits, tmp_path):
     folder = shutil.copytree(edits, tmp_path / "edits")
     for i in range(2, 6):  # validation reads the first two samples
         (folder / f"file_name/{i}.png").write_bytes(b"no image")
-    made = settings("nft", tmp_path / "one", tiny_pipelines, folder, "data.target=true")
-    one_rank.run(train_with_own_code, **made)
-    steps = [line for line in records(tmp_path / "one") if "optim/grad_norm" in line]
+    run = train("nft", "one", "data.target=true", data=folder)
+    steps = [line for line in records(run) if "optim/grad_norm" in line]
     assert [step["data/bad/decode"] for step in steps] == [0, 0]
 
 
-def test_sft_is_the_same_on_one_rank_and_two(one_rank, two_ranks, tiny_pipelines, edits, tmp_path):
-    for name, ranks, batches in (("one", one_rank, 2), ("two", two_ranks, 1)):
-        accumulation = f"engine.gradient_accumulation={batches}"
-        ranks.run(train_with_own_code, **settings("sft", tmp_path / name, tiny_pipelines, edits, accumulation))
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
-    assert any(line.get("val/loss", 0) > 0 for line in records(tmp_path / "one"))
+def test_sft_is_the_same_on_one_rank_and_two(train):
+    one = train("sft", "one", "engine.gradient_accumulation=2")
+    assert_same_runs(one, train("sft", "two", "engine.gradient_accumulation=1", ranks=2))
+    assert any(line.get("val/loss", 0) > 0 for line in records(one))

@@ -1,21 +1,11 @@
 """ZeRO-3 with hpZ (a weight copy per node) trains and predicts with every policy exactly like plain ZeRO-3."""
 
-import json
-
 import pytest
 import torch
 
-from multi_rank.training import ROOT, build, follow, full_tensors, predict, train_step
+from multi_rank.training import build, follow, full_tensors, predict, train_step, write_zero3
 
 NODE = 2  # ranks that share a weight copy, out of four
-
-
-def zero3(folder, **keys):
-    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"] |= keys
-    path = folder / f"{'_'.join(['zero3', *keys])}.json"
-    path.write_text(json.dumps(config))
-    return str(path)
 
 
 def train_and_show(config, lora, dtype):
@@ -44,9 +34,8 @@ CASES = {
 
 
 def run(ranks, folder, threshold, hpz, **settings):
-    return ranks.run(
-        train_and_show, config=zero3(folder, stage3_param_persistence_threshold=threshold, **hpz), **settings
-    )
+    config = write_zero3(folder, stage3_param_persistence_threshold=threshold, **hpz)
+    return ranks.run(train_and_show, config=config, **settings)
 
 
 @pytest.fixture(scope="module")

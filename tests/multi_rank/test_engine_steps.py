@@ -20,6 +20,7 @@ from multi_rank.training import (
     small_sd3,
     train_step,
 )
+from ranks import attempt
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
 from wfm_ds.engine.engine import DenoiserEngine
@@ -138,24 +139,20 @@ def test_the_optimizer_uses_the_scheduled_rate(two_ranks):
 def misuse():
     """Call engine methods in a wrong order and return the error messages."""
     engine = build("zero2", lora=True)
-    messages = []
-
-    def attempt(call, kind):
-        try:
-            call()
-        except kind as error:
-            messages.append(str(error))
-
-    attempt(engine.step, RuntimeError)
     output = predict(engine.forward_module, [0])
-    attempt(lambda: engine.backward(output, 1), ValueError)
-    attempt(lambda: engine.backward(output.mean(), 0), ValueError)
+    early = [
+        attempt(engine.step, RuntimeError),
+        attempt(lambda: engine.backward(output, 1), ValueError),
+        attempt(lambda: engine.backward(output.mean(), 0), ValueError),
+    ]
     for _ in range(MICRO_STEPS):
         engine.backward(predict(engine.forward_module, [0]).mean(), 6)
-    attempt(lambda: engine.backward(predict(engine.forward_module, [0]).mean(), 6), RuntimeError)
-    attempt(engine.skip_step, RuntimeError)
-    attempt(lambda: engine.policy_distance("ref"), ValueError)
-    return [*messages, str(engine.step().is_applied)]
+    late = [
+        attempt(lambda: engine.backward(predict(engine.forward_module, [0]).mean(), 6), RuntimeError),
+        attempt(engine.skip_step, RuntimeError),
+        attempt(lambda: engine.policy_distance("ref"), ValueError),
+    ]
+    return [*early, *late, engine.step().is_applied]
 
 
 def test_calls_out_of_order_are_refused(two_ranks):
@@ -167,7 +164,7 @@ def test_calls_out_of_order_are_refused(two_ranks):
             "call step() first: all 3 backward passes of the optimizer step are done",
             "skip_step() after 3 backward passes of a step",
             "ref has no tensors in a LoRA run: it is the base model without adapter",
-            "True",
+            True,
         ]
 
 
@@ -181,10 +178,7 @@ def idle_layer(config, lora, frozen):
     engine = DenoiserEngine.build(module, recipe, World.join(), **settings, frozen=names)
     before = [flat.clone() for flat in all_flats(engine)]
     engine.backward(predict(engine.forward_module, [engine.world.rank]).mean(), 1)
-    try:
-        said = f"applied {engine.step().is_applied}"
-    except ModelError as error:
-        said = str(error)
+    said = attempt(engine.step, ModelError)
     return {"said": said, "moved": not all(map(torch.equal, before, all_flats(engine)))}
 
 
@@ -204,15 +198,11 @@ def test_a_layer_without_gradient_is_named_before_the_step(two_ranks, config, lo
     assert first == second
     assert not first["moved"]
     for part in two_ranks.run(idle_layer, config=config, lora=lora, frozen=True):
-        assert part == {"said": "applied True", "moved": True}
+        assert part == {"said": "no error", "moved": True}
 
 
 def start_with_targets(targets):
-    try:
-        build("zero2", lora=True, targets=targets)
-    except RecipeError as error:
-        return str(error)
-    return "started"
+    return attempt(lambda: build("zero2", lora=True, targets=targets), RecipeError)
 
 
 def test_targets_that_match_no_layer_are_refused(two_ranks):
@@ -270,21 +260,21 @@ def test_zero3_leaves_torch_linear_alone(two_ranks):
 
 
 def guarded(disagree, extra, timeout_s=COLLECTIVE_TIMEOUT_S):
-    """Return the guard's error message on this rank, or "agreed"."""
+    """Return the guard's error message on this rank, or "no error"."""
     world = dataclasses.replace(World.join(), timeout_s=timeout_s)
     guard = RankGuard(world)
-    try:
+
+    def compare():
         guard.compare_ranks("old", False, (4, 8, 8))
         guard.compare_ranks("ref" if disagree and world.rank else "old", False, (4, 8, 8))
         if extra and world.rank:
             guard.compare_ranks("old", False, (4, 8, 8))
-    except RuntimeError as error:
-        return str(error)
-    return "agreed"
+
+    return attempt(compare, RuntimeError)
 
 
 def test_the_guard_names_the_next_forward_of_each_rank(two_ranks):
-    assert two_ranks.run(guarded, disagree=False, extra=False) == ["agreed", "agreed"]
+    assert two_ranks.run(guarded, disagree=False, extra=False) == ["no error"] * 2
     messages = two_ranks.run(guarded, disagree=True, extra=False)
     assert messages[0] == messages[1]
     assert messages[0].startswith("ranks disagree at forward pass 2: ")
@@ -294,7 +284,7 @@ def test_the_guard_names_the_next_forward_of_each_rank(two_ranks):
 
 def test_the_guard_reports_an_additional_forward(two_ranks):
     calm, lonely = two_ranks.run(guarded, disagree=False, extra=True, timeout_s=3)
-    assert calm == "agreed"
+    assert calm == "no error"
     assert lonely.startswith(
         "rank 1 waits at forward pass 3 ('old', False, (4, 8, 8)), but another rank did not reach it within 3 s:"
     )
@@ -302,13 +292,9 @@ def test_the_guard_reports_an_additional_forward(two_ranks):
 
 def guard_of_engine(on):
     engine = build("zero2", lora=True, policies=(), engine={"guard": on})
-    try:
-        engine.check_ranks_agree("old", engine.world.rank)
-    except RuntimeError as error:
-        return str(error)
-    return "agreed"
+    return attempt(lambda: engine.check_ranks_agree("old", engine.world.rank), RuntimeError)
 
 
 def test_the_recipe_switches_the_guard_on(two_ranks):
-    assert two_ranks.run(guard_of_engine, on=False) == ["agreed", "agreed"]
+    assert two_ranks.run(guard_of_engine, on=False) == ["no error"] * 2
     assert all("disagree" in message for message in two_ranks.run(guard_of_engine, on=True))

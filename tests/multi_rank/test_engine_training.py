@@ -15,7 +15,7 @@ from multi_rank.training import (
     predict,
     small_recipe,
     train_step,
-    zero3_with_threshold,
+    write_zero3,
 )
 from wfm_ds.engine.optimizer_steps import learning_rate
 
@@ -83,7 +83,7 @@ def test_two_ranks_train_like_one_process(trained, stage, lora):
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.ci_cases("lora")
 def test_persistent_parameters_train_like_one_process(two_ranks, tmp_path, lora):
-    config = str(zero3_with_threshold(tmp_path, 100_000))
+    config = write_zero3(tmp_path, stage3_param_persistence_threshold=100_000)
     assert_equal_to_one_process(two_ranks.run(train_on_ranks, config=config, lora=lora), lora)
 
 

@@ -1,10 +1,8 @@
 """Whole runs of a model with two experts, full and LoRA: two ranks against one, resumed against uninterrupted."""
 
 import pytest
-import torch
 
-from multi_rank.resuming import records, tiny_recipe, train_on_rank
-from multi_rank.same_runs import assert_same_runs, exported
+from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
 
@@ -17,14 +15,12 @@ PARTS = {"lora": ("model.safetensors", "model_2.safetensors"), "full": ("transfo
 
 
 @pytest.fixture
-def train(tiny_pipelines, digits, tmp_path):
-    """Return a function that trains a tiny recipe with two experts on the given ranks into tmp_path/name."""
+def train(train_tiny, digits):
+    """Return a function that trains a tiny recipe with two experts into tmp_path/name."""
 
-    def run(ranks, name, recipe, *overrides, **options):
-        data = {} if recipe == "wan_nft" else {"data": digits}
-        run = tiny_recipe(recipe, tmp_path / name, tiny_pipelines("wan22"), *COMMON, *overrides, **data)
-        ranks.run(train_on_rank, **run, **options)
-        return tmp_path / name
+    def run(where, name, *overrides, **options):
+        data = {} if name == "wan_nft" else {"data": digits}
+        return train_tiny(where, name, *COMMON, *overrides, family="wan22", **data, **options)
 
     return run
 
@@ -39,32 +35,30 @@ def moved(folder, kind):
     return largest
 
 
-def test_sft_of_two_experts_on_two_ranks_equals_one_rank(one_rank, two_ranks, train):
+def test_sft_of_two_experts_on_two_ranks_equals_one_rank(train):
     """With one micro-batch per optimizer step, the expert depends only on the step, not on how the batch is split."""
     cut = ["engine.gradient_accumulation=1", "run.seed=11", *SFT]  # this seed trains experts 1, 0, 0, 1
-    one = train(one_rank, "one", "wan22_sft_lora", "engine.micro_batch_size=4", *cut)
-    two = train(two_ranks, "two", "wan22_sft_lora", "engine.micro_batch_size=2", *cut)
+    one = train("one", "wan22_sft_lora", "engine.micro_batch_size=4", *cut)
+    two = train("two", "wan22_sft_lora", "engine.micro_batch_size=2", *cut, ranks=2)
     assert all(largest > 1e-3 for largest in moved(one, "lora").values())
     assert_same_runs(one, two)
 
 
-def test_nft_of_two_experts_on_two_ranks_equals_one_rank(one_rank, two_ranks, train):
+def test_nft_of_two_experts_on_two_ranks_equals_one_rank(train):
     """Each sample trains on different noise levels, so ranks have unequal numbers of loss terms per expert."""
     cut = ["engine.micro_batch_size=3", "engine.max_forward_batch=3", "algorithm.kl_beta=0.1", "ema=null"]
-    one = train(one_rank, "one", "wan_nft", "sampling.guidance_scale_low=2", *cut)
-    two = train(two_ranks, "two", "wan_nft", "sampling.guidance_scale_low=2", *cut)
+    one = train("one", "wan_nft", "sampling.guidance_scale_low=2", *cut)
+    two = train("two", "wan_nft", "sampling.guidance_scale_low=2", *cut, ranks=2)
     assert all(largest > 1e-3 for largest in moved(one, "lora").values())
     assert_same_runs(one, two)
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.ci_cases("lora")
-def test_a_resumed_run_of_two_experts_equals_an_uninterrupted_run(two_ranks, train, kind):
+def test_a_resumed_run_of_two_experts_equals_an_uninterrupted_run(train, kind):
     changes = [*SFT, *(FULL if kind == "full" else [])]
-    whole = train(two_ranks, "whole", "wan22_sft_lora", *changes)
-    train(two_ranks, "parts", "wan22_sft_lora", *changes, stop_at=2)
-    parts = train(two_ranks, "parts", "wan22_sft_lora", *changes)
-    assert records(parts) == records(whole)
-    ours, theirs = exported(parts), exported(whole)
-    assert {name.split()[0].split("/")[-1 if kind == "lora" else 0] for name in ours} == set(PARTS[kind])
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    whole = train("whole", "wan22_sft_lora", *changes, ranks=2)
+    train("parts", "wan22_sft_lora", *changes, ranks=2, stop_at=2)
+    parts = train("parts", "wan22_sft_lora", *changes, ranks=2)
+    assert_bitwise_equal(parts, whole)
+    assert {name.split()[0].split("/")[-1 if kind == "lora" else 0] for name in exported(parts)} == set(PARTS[kind])

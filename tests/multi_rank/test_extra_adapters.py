@@ -1,7 +1,6 @@
 """Two adapters that train in turn in one engine, compared with two AdamW optimizers of plain torch in one process."""
 
 import functools
-import json
 from pathlib import Path
 
 import peft
@@ -9,7 +8,8 @@ import pytest
 import torch
 
 from each_case import check_each
-from multi_rank.training import ROOT, TARGETS, full_tensors, predict, small_recipe, small_sd3, target
+from multi_rank.training import TARGETS, full_tensors, predict, small_recipe, small_sd3, target, write_zero3
+from ranks import attempt
 from wfm_ds.checkpoint.checkpoint_weights import CheckpointWeights
 from wfm_ds.checkpoint.sharded_states import ShardedStates, capture_state, restore_state
 from wfm_ds.distributed.world import World
@@ -239,11 +239,7 @@ def test_adapters_train_like_two_optimizers_on_one_rank(one_rank, stage):
 
 @pytest.mark.long
 def test_adapters_train_like_two_optimizers_if_zero3_splits_their_groups(two_ranks, tmp_path):
-    settings = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    settings["zero_optimization"]["sub_group_size"] = 300
-    config = tmp_path / "zero3_split.json"
-    config.write_text(json.dumps(settings))
-    parts = two_ranks.run(train_on_ranks, config=str(config))
+    parts = two_ranks.run(train_on_ranks, config=write_zero3(tmp_path, sub_group_size=300))
     assert min(parts[0]["group_counts"]) > 1
     assert_equal_to_two_optimizers(parts)
 
@@ -370,10 +366,8 @@ def export_and_restore(folder, pipeline):
         other, place = build("zero2", extra=extra), folder if not extra else f"{folder}/plain"
         if extra:
             save(build("zero2", extra=False), place)
-        try:
-            restore_state(other, Path(place), engine.world.size)
-        except UserError as error:
-            facts["errors"].append(str(error).removeprefix(str(place)))
+        message = attempt(functools.partial(restore_state, other, Path(place), engine.world.size), UserError)
+        facts["errors"].append(message.removeprefix(str(place)))
     return facts
 
 
@@ -391,14 +385,6 @@ def test_exports_of_the_run_and_of_its_checkpoint_contain_only_the_default_adapt
             " has the trained adapters default, fake, but this run trains default",
             " has the trained adapters default, but this run trains default, fake",
         ]
-
-
-def attempt(call, kind):
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "no error"
 
 
 def misuse():

@@ -2,11 +2,12 @@
 
 import re
 import shutil
+from unittest import mock
 
 import pytest
 
 from multi_rank.resuming import tiny_recipe, train_on_rank
-from ranks import started
+from ranks import attempt, started
 from wfm_ds.errors import GatherError, RunError, UserError
 
 
@@ -22,13 +23,8 @@ def train_while_the_base_disappears(recipe, overrides, index):
         Path(index).unlink(missing_ok=True)
         return train_step(self, step)
 
-    RlLoop.train_step = delete_and_train
-    try:
-        train_on_rank(recipe, overrides)
-    except UserError as error:
-        return str(error)
-    finally:
-        RlLoop.train_step = train_step
+    with mock.patch.object(RlLoop, "train_step", delete_and_train):
+        return attempt(lambda: train_on_rank(recipe, overrides), UserError)
 
 
 @pytest.mark.parametrize("export_every", [0, 1])

@@ -1,13 +1,15 @@
 """Whole RL runs of image-to-video models: two ranks against one, resumed against uninterrupted. Validation samples
 start with the conditioning frames."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from clips import write_clip
 from multi_rank.resuming import tiny_recipe, train_on_rank
-from multi_rank.same_runs import assert_same_runs, exported, records
+from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs, records
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
@@ -57,19 +59,22 @@ def clips(tmp_path_factory):
     return folder
 
 
-def settings(case, folder, tiny_pipelines, images, *overrides):
-    name, family, of_case = CASES[case]
-    return tiny_recipe(name, folder, tiny_pipelines(family), *COMMON, *of_case, *overrides, data=images)
+@pytest.fixture
+def train(train_tiny, images):
+    """Return a function that trains one of CASES into tmp_path/where."""
+
+    def run(case, where, *overrides, **options):
+        name, family, of_case = CASES[case]
+        return train_tiny(where, name, *COMMON, *of_case, *overrides, family=family, data=images, **options)
+
+    return run
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_runs_with_conditioning_frames_train_alike_on_one_rank_and_on_two(
-    case, one_rank, two_ranks, tiny_pipelines, images, tmp_path
-):
-    for name, ranks in (("one", one_rank), ("two", two_ranks)):
-        ranks.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images))
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
-    steps = [r for r in records(tmp_path / "one") if "loss/policy" in r]
+def test_runs_with_conditioning_frames_train_alike_on_one_rank_and_on_two(case, train):
+    one = train(case, "one")
+    assert_same_runs(one, train(case, "two", ranks=2))
+    steps = [r for r in records(one) if "loss/policy" in r]
     assert steps[0]["optim/grad_norm"] > 0
     assert steps[2]["data/bad/decode"] >= 1
     if case == "flow_grpo":
@@ -78,7 +83,6 @@ def test_runs_with_conditioning_frames_train_alike_on_one_rank_and_on_two(
 
 def train_and_keep_draws(recipe, overrides, stop_at=None):
     """Train, and also return the prompt id and first latent frame of each validation sample."""
-    from multi_rank.resuming import train_on_rank
     from wfm_ds.models.sampler import Sampler
 
     drawn, generate = [], Sampler.generate
@@ -90,21 +94,22 @@ def train_and_keep_draws(recipe, overrides, stop_at=None):
             drawn.extend(zip([prompt.id for prompt in prompts], frames, strict=True))
         return made
 
-    Sampler.generate = noted
-    try:
+    with mock.patch.object(Sampler, "generate", noted):
         ended = train_on_rank(recipe, overrides, stop_at)
-    finally:
-        Sampler.generate = generate
     return ended | {"drawn": drawn}
 
 
 def test_validation_samples_start_with_the_images_and_a_run_resumes(one_rank, tiny_pipelines, images, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    (ended,) = one_rank.run(train_and_keep_draws, **settings("nft", whole, tiny_pipelines, images))
-    (stopped,) = one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images), stop_at=1)
+    name, family, _ = CASES["nft"]
+    whole, parts = (
+        tiny_recipe(name, tmp_path / where, tiny_pipelines(family), *COMMON, data=images)
+        for where in ("whole", "parts")
+    )
+    (ended,) = one_rank.run(train_and_keep_draws, **whole)
+    (stopped,) = one_rank.run(train_on_rank, **parts, stop_at=1)
     assert (stopped["status"], stopped["step"]) == ("preempted", 1)
-    one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images))
-    assert records(parts) == records(whole)
+    one_rank.run(train_on_rank, **parts)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
     model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     names = [name for name, _ in ended["drawn"]]
@@ -133,12 +138,9 @@ def test_sft_validation_samples_start_with_held_out_frames(one_rank, tiny_pipeli
 
 @pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
 @pytest.mark.ci_cases("nft-1")
-def test_workers_receive_the_conditioning_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
+def test_workers_receive_the_conditioning_frames(case, ranks, train):
     """In Flow-GRPO half of the groups have no frames, and the second rank receives samples from the first."""
-    group = one_rank if ranks == 1 else two_ranks
     one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time
-    for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
-        group.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images, *one_by_one, *mode))
-    assert records(tmp_path / "async") == records(tmp_path / "colocated")
-    ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "colocated")
-    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+    colocated = train(case, "colocated", *one_by_one, ranks=ranks)
+    workers = ["rollout.mode=async", "rollout.max_staleness=0"]
+    assert_bitwise_equal(train(case, "async", *one_by_one, *workers, ranks=ranks), colocated)

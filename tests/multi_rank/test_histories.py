@@ -1,11 +1,12 @@
 """RL runs whose groups continue clips of the policy (rollout.history), and the reward `continuation`."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from multi_rank.resuming import tiny_recipe, train_with_own_code
-from multi_rank.same_runs import assert_same_runs, exported, records
+from multi_rank.resuming import train_with_own_code
+from multi_rank.same_runs import assert_bitwise_equal, assert_equal_exports, assert_same_runs, records
 from steered import write_world
 from wfm_ds.rollout.captioned_groups import draw_history_seeds
 
@@ -46,33 +47,25 @@ def world(tmp_path_factory):
     return write_world(tmp_path_factory.mktemp("world") / "long", frames=13)
 
 
-def settings(case, folder, tiny_pipelines, world, *overrides):
-    name, family, of_case = CASES[case]
-    overrides = [*COMMON, *of_case, *(overrides or [HISTORY])]
-    return {**tiny_recipe(name, folder, tiny_pipelines(family), *overrides, data=world), "folder": TESTS}
+@pytest.fixture
+def train(train_tiny, world):
+    """Return a function that trains one of CASES into tmp_path/where."""
 
+    def run(case, where, *overrides, function=train_with_own_code, **options):
+        name, family, of_case = CASES[case]
+        options |= {"family": family, "data": world, "function": function, "folder": TESTS}
+        return train_tiny(where, name, *COMMON, *of_case, HISTORY, *overrides, **options)
 
-def assert_equal_runs(one, two):
-    assert records(one) == records(two)
-    ours, theirs = exported(one), exported(two)
-    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+    return run
 
 
 @pytest.mark.parametrize("case", ["steered", "pixels"])
 @pytest.mark.ci_cases("pixels")
-def test_histories_are_the_same_on_one_rank_on_two_and_with_workers(
-    case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
-):
+def test_histories_are_the_same_on_one_rank_on_two_and_with_workers(case, train, tmp_path):
     """On two ranks, both have samples of the second group: one rank sends the other the frames that they continue."""
-    for name, ranks, overrides in (
-        ("one", one_rank, []),
-        ("async", one_rank, ASYNC),
-        ("two", two_ranks, []),
-        ("async_two", two_ranks, ASYNC),
-    ):
-        run = settings(case, tmp_path / name, tiny_pipelines, world, HISTORY, *overrides)
-        ranks.run(train_with_own_code, **run)
-    assert_equal_runs(tmp_path / "one", tmp_path / "async")
+    for name, ranks, overrides in (("one", 1, []), ("async", 1, ASYNC), ("two", 2, []), ("async_two", 2, ASYNC)):
+        train(case, name, *overrides, ranks=ranks)
+    assert_bitwise_equal(tmp_path / "one", tmp_path / "async")
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert_same_runs(tmp_path / "one", tmp_path / "async_two")
     (*_, last) = records(tmp_path / "one")
@@ -92,17 +85,15 @@ def train_with_broken_histories(recipe, overrides, folder):
     def generate_clip(self, group, clip, video, plan):
         return stock(self, group, clip, video, plan)[0], group.history_seeds[0] % 2 == 0
 
-    stock, HistoryWalker.generate_clip = HistoryWalker.generate_clip, generate_clip
-    try:
+    stock = HistoryWalker.generate_clip
+    with mock.patch.object(HistoryWalker, "generate_clip", generate_clip):
         return train_with_own_code(recipe, overrides, folder)
-    finally:
-        HistoryWalker.generate_clip = stock
 
 
 @pytest.mark.long
-def test_all_ranks_agree_on_broken_histories(one_rank, two_ranks, tiny_pipelines, world, tmp_path):
-    for name, ranks in (("one", one_rank), ("two", two_ranks)):
-        ranks.run(train_with_broken_histories, **settings("steered", tmp_path / name, tiny_pipelines, world))
+def test_all_ranks_agree_on_broken_histories(train, tmp_path):
+    for ranks, name in enumerate(("one", "two"), 1):
+        train("steered", name, ranks=ranks, function=train_with_broken_histories)
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     broken = [line["rollout/history_broken"] for line in records(tmp_path / "one") if "optim/grad_norm" in line]
     seeds = [draw_history_seeds(0, step, 3, 2) for step in (1, 2)]
@@ -111,36 +102,29 @@ def test_all_ranks_agree_on_broken_histories(one_rank, two_ranks, tiny_pipelines
 
 
 @pytest.mark.long
-def test_a_stopped_run_continues_with_the_same_histories(one_rank, tiny_pipelines, world, tmp_path):
-    one_rank.run(train_with_own_code, **settings("steered", tmp_path / "whole", tiny_pipelines, world))
+def test_a_stopped_run_continues_with_the_same_histories(train, tmp_path):
+    train("steered", "whole")
     for stop in (1, None):
-        resumed = settings("steered", tmp_path / "resumed", tiny_pipelines, world)
-        one_rank.run(train_with_own_code, **resumed, stop_at=stop)
-    assert_equal_runs(tmp_path / "resumed", tmp_path / "whole")
+        train("steered", "resumed", stop_at=stop)
+    assert_bitwise_equal(tmp_path / "resumed", tmp_path / "whole")
 
 
-def test_training_conditions_samples_on_the_frames_of_their_rollout(one_rank, tiny_pipelines, world, tmp_path):
+def test_training_conditions_samples_on_the_frames_of_their_rollout(train):
     """Otherwise the log-probabilities of rollout and training would differ."""
-    one_rank.run(train_with_own_code, **settings("flow_grpo", tmp_path / "run", tiny_pipelines, world))
-    steps = [line for line in records(tmp_path / "run") if "optim/grad_norm" in line]
+    steps = [line for line in records(train("flow_grpo", "run")) if "optim/grad_norm" in line]
     assert {step["policy/ratio_start_abs_dev"] for step in steps} == {0.0}
     assert all({f"reward/continuation/after_{k}" for k in range(3)} <= step.keys() for step in steps)
 
 
-def test_the_ranks_of_a_replica_generate_histories_together(one_rank, two_ranks, tiny_pipelines, world, tmp_path):
-    one_rank.run(train_with_own_code, **settings("video", tmp_path / "one", tiny_pipelines, world))
-    split = settings("video", tmp_path / "split", tiny_pipelines, world, HISTORY, "engine.sequence_parallel=2")
-    two_ranks.run(train_with_own_code, **split)
-    assert_same_runs(tmp_path / "one", tmp_path / "split")
+def test_the_ranks_of_a_replica_generate_histories_together(train):
+    assert_same_runs(train("video", "one"), train("video", "split", "engine.sequence_parallel=2", ranks=2))
 
 
 @pytest.mark.long
-def test_reading_recordings_does_not_change_a_run_without_history(one_rank, tiny_pipelines, world, tmp_path):
+def test_reading_recordings_does_not_change_a_run_without_history(train, tmp_path):
     """The reward has no weight, so only the data that the run reads differ."""
     logged = "reward.functions=[{name: continuation, weight: 0}, {name: 'steered:Obedience'}]"
     for name, rewards in (("with", logged), ("without", "reward.functions=[{name: 'steered:Obedience'}]")):
-        run = settings("steered", tmp_path / name, tiny_pipelines, world, rewards, "rollout.history={clips: 0}")
-        one_rank.run(train_with_own_code, **run)
-    ours, theirs = exported(tmp_path / "with"), exported(tmp_path / "without")
-    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+        train("steered", name, rewards, "rollout.history={clips: 0}")
+    assert_equal_exports(tmp_path / "with", tmp_path / "without")
     assert "reward/continuation/mean" in records(tmp_path / "with")[0]

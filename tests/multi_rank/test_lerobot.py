@@ -45,7 +45,7 @@ def sets(tmp_path_factory):
 
 def settings(folder, tiny_pipelines, data, *overrides):
     kind = [] if data.name == "paired" else LEROBOT
-    overrides = [*COMMON, *kind, f"run.output_dir={folder}", *overrides]
+    overrides = [*COMMON, *kind, *overrides]
     return {**tiny_recipe("cosmos25_sft", folder, tiny_pipelines("cosmos25"), *overrides, data=data), "folder": TESTS}
 
 

@@ -1,47 +1,34 @@
 """RL steps with equal rewards: each is skipped with one log line, and the run ends with an error on all ranks."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from multi_rank.resuming import train_on_rank
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from ranks import attempt
 from wfm_ds.errors import RunError
 
-ROOT = Path(__file__).parent.parent.parent
 NOTHING = "no gradient: every sample failed or its group has identical rewards"
 
 
 def train_for_nothing(recipe, overrides):
-    """Train, and return the message of the RunError."""
-    try:
-        train_on_rank(recipe, overrides)
-    except RunError as error:
-        return str(error)
+    return attempt(lambda: train_on_rank(recipe, overrides), RunError)
 
 
 @pytest.mark.parametrize(
     ("recipe", "engine"),
-    [
-        ("sd3_nft", "zero2"),
-        ("sd3_nft", "zero1"),
-        ("sd3_nft", "zero3"),
-        ("sd3_flow_grpo", "zero3"),
-    ],
+    [("sd3_nft", "zero2"), ("sd3_nft", "zero1"), ("sd3_nft", "zero3"), ("sd3_flow_grpo", "zero3")],
 )
 @pytest.mark.ci_cases("sd3_nft-zero2", "sd3_flow_grpo-zero3")
 def test_equal_rewards_skip_the_step_without_an_alarm(two_ranks, tiny_pipelines, tmp_path, recipe, engine):
     overrides = [
-        f"run.output_dir={tmp_path / 'run'}",
-        f"model.path={tiny_pipelines('sd3')}",
-        f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
         f"engine.deepspeed={engine}",
         *("reward.functions=[{name: color, clip: [5, 6]}]", "algorithm.zero_std=drop"),
         *("validation.every=0", "validation.at_start=false", "validation.num_prompts=1", "validation.seeds=[1]"),
         *("logging.console=false", "engine.guard=true"),
     ]
-    path = ROOT / "tests" / "recipes" / f"{recipe}.yaml"
-    messages = two_ranks.run(train_for_nothing, recipe=str(path), overrides=overrides)
+    made = tiny_recipe(recipe, tmp_path / "run", tiny_pipelines("sd3"), *overrides)
+    messages = two_ranks.run(train_for_nothing, **made)
     assert messages[0].startswith("nothing was trained and nothing is exported: no optimizer step was applied in 2 st")
     assert messages[1] == messages[0]
     for rank in (0, 1):

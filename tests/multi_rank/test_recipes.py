@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -109,11 +110,8 @@ def train_and_keep_pictures(recipe, overrides, kept):
             np.save(kept, pictures[-1])
         return pictures, finite
 
-    PendingPixels.wait = keep
-    try:
+    with mock.patch.object(PendingPixels, "wait", keep):
         return train_on_rank(recipe, overrides)
-    finally:
-        PendingPixels.wait = wait
 
 
 @pytest.fixture(scope="module")

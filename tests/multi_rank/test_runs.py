@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,18 +48,17 @@ NOISED = {
 
 
 @pytest.fixture
-def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
+def both(train_tiny):
     """Return a function that trains a tiny recipe on one rank into tmp_path/one, and on two into tmp_path/two.
 
-    If all samples train, it also compares the forwards of each step with the prediction.
+    It asserts that both runs are the same. If all samples train, it also compares the forwards of each step with the
+    prediction.
     """
 
     def run(name, *overrides, all_train=True):
-        for ranks, where in ((one_rank, "one"), (two_ranks, "two")):
-            recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *overrides)
-            ranks.run(train_on_rank, **recipe)
-        for world_size, where in enumerate(("one", "two"), 1):
-            assert not all_train or counted(tmp_path / where) == predicted(tmp_path / where, world_size)
+        one, two = (train_tiny(where, name, *COMMON, *overrides, ranks=n) for n, where in ((1, "one"), (2, "two")))
+        assert not all_train or (counted(one), counted(two)) == (predicted(one, 1), predicted(two, 2))
+        assert_same_runs(one, two)
 
     return run
 
@@ -74,7 +72,6 @@ def test_nft_on_two_ranks_equals_nft_on_one(case, both, tmp_path):
     assert steps[0]["nft/old_deviation"] == 0.0  # equal policies give bitwise equal predictions
     # All policies differ; otherwise equal metrics would prove little.
     assert min(steps[-1][tag] for tag in ("kl/ref", "nft/old_deviation", "nft/old_ref_deviation")) > 1e-5
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.unit
@@ -93,7 +90,6 @@ def test_flow_grpo_on_two_ranks_equals_flow_grpo_on_one(case, both, tmp_path):
     if name == "sd3_flow_dppo":
         assert max(r["policy/divergence_start"] for r in first) < 1e-12
         assert max(r["policy/clip_fraction_active"] for r in later) > 0
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize("case", NOISED)
@@ -107,10 +103,9 @@ def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, t
         assert steps[-1]["kl/ema"] > 1e-8
         assert {r["policy/ratio_max_abs_dev"] for r in steps[::2]} == {0.0}
         assert min(r["policy/ratio_max_abs_dev"] for r in steps[1::2]) > 1e-5
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_each_expert_has_equally_many_micro_batches_on_all_ranks(both, tiny_pipelines, tmp_path):
+def test_each_expert_has_equally_many_micro_batches_on_all_ranks(both, tiny_pipelines):
     # Each sample trains on three of six noise levels, so ranks have unequal numbers of loss terms per expert.
     both(
         "sd3_nft",
@@ -123,7 +118,6 @@ def test_each_expert_has_equally_many_micro_batches_on_all_ranks(both, tiny_pipe
         OLD,
         all_train=False,
     )
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
 def test_several_updates_and_guidance_are_equal_on_two_ranks(both, tmp_path):
@@ -137,7 +131,6 @@ def test_several_updates_and_guidance_are_equal_on_two_ranks(both, tmp_path):
     )
     assert [r["step"] for r in records(tmp_path / "one") if "loss/total" in r] == [1, 2, 3, 4, 5, 6]
     assert sorted(f.name for f in (tmp_path / "one" / "safetensors").iterdir()) == ["step_2", "step_3"]
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
 def test_validation_videos_can_be_regenerated_from_the_export(both, tiny_pipelines, tmp_path):
@@ -153,7 +146,6 @@ def test_validation_videos_can_be_regenerated_from_the_export(both, tiny_pipelin
         "engine.max_forward_batch=4",
     )
     one, two = (tmp_path / name / "samples" / "step_3" for name in ("one", "two"))
-    assert_same_runs(tmp_path / "one", tmp_path / "two")
     rows = [json.loads(line) for line in (two / "samples.jsonl").read_text().splitlines()]
     assert all(row["fps"] == 8.0 and row["rewards"]["motion"] > 0 and row["rewards"]["color"] > 0 for row in rows)
     for row in rows:
@@ -186,66 +178,43 @@ def drawn_again(run, out, base):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("scratch", ["pretrained", pytest.param("random", marks=pytest.mark.slow)])
-def test_sft_does_not_depend_on_how_the_global_batch_is_cut(
-    scratch, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
-):
+def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, train_tiny, digits, tmp_path):
     cuts = {  # 12 images per optimizer step
-        "one": (one_rank, ["engine.micro_batch_size=4", "engine.gradient_accumulation=3"]),
-        "two": (two_ranks, ["engine.micro_batch_size=3", "engine.gradient_accumulation=2"]),
+        "one": ["engine.micro_batch_size=4", "engine.gradient_accumulation=3"],
+        "two": ["engine.micro_batch_size=3", "engine.gradient_accumulation=2"],
     }
-    for name, (ranks, cut) in cuts.items():
-        words = [
-            f"model.denoiser_init={scratch}",
-            "algorithm.stratified=true",
-            "validation.holdout=0.01",
-            "validation.num_images=5",
-            "logging.sample_every=1",
-            *COMMON,
-            *cut,
-        ]
-        ranks.run(train_on_rank, **tiny_recipe("sd3_sft", tmp_path / name, tiny_pipelines("sd3"), *words, data=digits))
+    words = [f"model.denoiser_init={scratch}", "algorithm.stratified=true", "validation.holdout=0.01"]
+    words += ["validation.num_images=5", "logging.sample_every=1", *COMMON]
+    for num_ranks, (name, cut) in enumerate(cuts.items(), 1):
+        train_tiny(name, "sd3_sft", *words, *cut, ranks=num_ranks, data=digits)
     assert sorted(f.name for f in (tmp_path / "two" / "samples").iterdir()) == [f"step_{n}" for n in range(4)]
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_broken_images_are_skipped_and_counted_alike_on_any_number_of_ranks(
-    one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path
-):
-    for name, ranks, micro in (("one", one_rank, 150), ("two", two_ranks, 75)):
-        words = [
-            f"engine.micro_batch_size={micro}",
-            "validation.at_start=false",
-            "validation.every=0",
-            "validation.num_images=2",
-            "run.steps=3",  # 900 samples, so that every image is read at least one time
-            "sampling.eval_steps=1",
-            "logging.console=false",
-        ]
-        ranks.run(
-            train_on_rank, **tiny_recipe("sd3_sft", tmp_path / name, tiny_pipelines("sd3"), *words, data=broken_digits)
-        )
+def test_broken_images_are_skipped_and_counted_alike_on_any_number_of_ranks(train_tiny, broken_digits, tmp_path):
+    words = [
+        *("validation.at_start=false", "validation.every=0", "validation.num_images=2"),
+        "run.steps=3",  # 900 samples, so that every image is read at least one time
+        *("sampling.eval_steps=1", "logging.console=false"),
+    ]
+    for num_ranks, name, micro in ((1, "one", 150), (2, "two", 75)):
+        batch = f"engine.micro_batch_size={micro}"
+        train_tiny(name, "sd3_sft", *words, batch, ranks=num_ranks, data=broken_digits)
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] >= 2
 
 
-def test_ddrl_on_two_ranks_equals_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
-    for name, ranks in (("one", one_rank), ("two", two_ranks)):
-        words = [
-            "data.shuffle=false",  # the third image is corrupt
-            "engine.guard=true",
-            "engine.micro_batch_size=2",
-            "rollout.prompts_per_step=3",  # the second group is split across both ranks
-            "rollout.group_size=2",
-            "algorithm.data_beta=0.5",
-            "algorithm.data_on_first_only=true",
-            "algorithm.kl_beta=0.1",
-            "algorithm.update_ref_every=2",
-            "validation.at_start=false",
-            *COMMON,
-        ]
-        ranks.run(
-            train_on_rank, **tiny_recipe("sd3_ddrl", tmp_path / name, tiny_pipelines("sd3"), *words, data=broken_digits)
-        )
+def test_ddrl_on_two_ranks_equals_ddrl_on_one(train_tiny, broken_digits, tmp_path):
+    words = [
+        "data.shuffle=false",  # the third image is corrupt
+        *("engine.guard=true", "engine.micro_batch_size=2"),
+        *("rollout.prompts_per_step=3", "rollout.group_size=2"),  # the second group is split across both ranks
+        *("algorithm.data_beta=0.5", "algorithm.data_on_first_only=true"),
+        *("algorithm.kl_beta=0.1", "algorithm.update_ref_every=2"),
+        *("validation.at_start=false", *COMMON),
+    ]
+    for num_ranks, name in enumerate(("one", "two"), 1):
+        train_tiny(name, "sd3_ddrl", *words, ranks=num_ranks, data=broken_digits)
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
     assert steps[0]["loss/kl"] < 1e-12 < 1e-6 < steps[1]["loss/kl"]  # the reference is the initial model
     assert steps[2]["loss/kl"] == 0  # the reference was updated to the weights of the second step

@@ -1,5 +1,8 @@
 """Whole runs with sequence parallelism on two ranks equal the same recipes on one rank."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 
 from forward_counts import counted, predicted
@@ -28,21 +31,19 @@ def train_and_count(recipe, overrides):
             counts[key] += size(*args)
             return stock(*args, **kwargs)
 
-        setattr(owner, name, wrapped)
-        return lambda: setattr(owner, name, stock)
+        return mock.patch.object(owner, name, wrapped)
 
-    undo = [
+    patches = [
         counting(batch_reader, "load_media", "read"),
         counting(validation_frames, "load_media", "read"),
         counting(RewardClient, "submit", "submitted"),
         counting(DiffusionModel, "decode_latents", "decoded", lambda _, latents: len(latents)),
         counting(DiffusionModel, "encode_uint8", "encoded", lambda _, media: len(media)),
     ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         train_on_rank(recipe, overrides)
-    finally:
-        for restore in undo:
-            restore()
     return counts
 
 

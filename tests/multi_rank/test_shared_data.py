@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,9 +29,6 @@ def read_paired(folder, own_kind):
     from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
 
-    read, names = captioned_folder.read_regular, []
-    captioned_folder.read_regular = lambda path: [names.append(path), read(path)][1]
-
     def scan():
         found = captioned_folder.CaptionedFolder(Path(folder), max_bad_fraction=0.5)
         return TrainingData(
@@ -50,17 +48,17 @@ def read_paired(folder, own_kind):
         samples = [dataclasses.replace(sample, media=OwnMedia(sample.media)) for sample in data.samples]
         return dataclasses.replace(data, samples=samples)
 
-    try:
-        data = read_on_main(World.join(), scan_own if own_kind else scan)
-    except UserError as error:
-        return {"error": str(error), "reads": len(names)}
-    finally:
-        captioned_folder.read_regular = read
+    read = captioned_folder.read_regular
+    with mock.patch.object(captioned_folder, "read_regular", side_effect=read) as reads:
+        try:
+            data = read_on_main(World.join(), scan_own if own_kind else scan)
+        except UserError as error:
+            return {"error": str(error), "reads": reads.call_count}
     return {
         "samples": [[s.id, s.media.name, s.prompt.text] for s in data.samples],
         "same": all(prompt is s.prompt for prompt, s in zip(data.prompts, data.samples, strict=True)),
         "bad": {reason: list(names) for reason, names in data.bad.items()},
-        "reads": len(names),
+        "reads": reads.call_count,
     }
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from multi_rank.resuming import assert_equal_runs, records, tiny_recipe, train_on_rank
+from multi_rank.resuming import assert_equal_runs, records
 from multi_rank.same_runs import assert_same_runs
 from wfm_ds.demos.room_data import write_room
 
@@ -40,28 +40,24 @@ def room(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.ci_cases("sft")
-def test_runs_are_the_same_on_one_rank_on_two_resumed_and_from_cached_latents(
-    case, one_rank, two_ranks, tiny_pipelines, room, tmp_path
-):
+def test_runs_are_the_same_on_one_rank_on_two_resumed_and_from_cached_latents(case, train_tiny, room, tmp_path):
     name, of_case = CASES[case]
     data = room / "pairs.jsonl" if case == "dpo" else room
 
-    def settings(folder, *overrides):
-        overrides = [*COMMON, *of_case, *overrides]
-        return tiny_recipe(name, tmp_path / folder, tiny_pipelines("ltx2"), *overrides, data=data)
+    def train(where, *overrides, **options):
+        train_tiny(where, name, *COMMON, *of_case, *overrides, family="ltx2", data=data, **options)
 
     cached = ["data.cache_latents=true", f"data.cache_dir={tmp_path / 'cache'}"]
     for folder, ranks, batches, more in (
-        ("one", one_rank, 2, []),
-        ("two", two_ranks, 1, []),
-        ("cached", one_rank, 2, cached),
-        ("again", one_rank, 2, cached),
-        ("video", one_rank, 2, ["algorithm.stream_weights={audio: 0}"]),
+        ("one", 1, 2, []),
+        ("two", 2, 1, []),
+        ("cached", 1, 2, cached),
+        ("again", 1, 2, cached),
+        ("video", 1, 2, ["algorithm.stream_weights={audio: 0}"]),
     ):
-        accumulation = f"engine.gradient_accumulation={batches}"
-        ranks.run(train_on_rank, **settings(folder, accumulation, *more))
+        train(folder, f"engine.gradient_accumulation={batches}", *more, ranks=ranks)
     for stop in (1, None):
-        one_rank.run(train_on_rank, **settings("resumed", "engine.gradient_accumulation=2"), stop_at=stop)
+        train("resumed", "engine.gradient_accumulation=2", stop_at=stop)
     assert_equal_runs(tmp_path / "resumed", tmp_path / "one", step=2)
     assert_equal_runs(tmp_path / "again", tmp_path / "cached", step=2)
     assert_same_runs(tmp_path / "one", tmp_path / "two")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -36,9 +37,8 @@ def wait_for_main(refuse):
     from wfm_ds.distributed import world
     from wfm_ds.errors import UserError
 
-    signs, patience, world.WAIT_INTERVAL_S = [], world.WAIT_INTERVAL_S, 0.05
-    one, enough = world.World.join(), threading.Event()
-    reduce = type(one).any_rank
+    signs, one, enough = [], world.World.join(), threading.Event()
+    reduce = world.World.any_rank
 
     def counted(self, flag):
         signs.append(flag)
@@ -52,13 +52,11 @@ def wait_for_main(refuse):
             raise UserError("no")
         return [1]
 
-    type(one).any_rank = counted
-    try:
-        return [one.run_without_timeout(work), len(signs) > 3]
-    except UserError as error:
-        return [str(error), len(signs) > 3]
-    finally:
-        type(one).any_rank, world.WAIT_INTERVAL_S = reduce, patience
+    with mock.patch.object(world, "WAIT_INTERVAL_S", 0.05), mock.patch.object(world.World, "any_rank", counted):
+        try:
+            return [one.run_without_timeout(work), len(signs) > 3]
+        except UserError as error:
+            return [str(error), len(signs) > 3]
 
 
 def test_all_ranks_wait_for_work_of_rank_0(two_ranks):

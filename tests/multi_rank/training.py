@@ -52,13 +52,13 @@ def small_recipe(config, *, lora, targets=None, **sections):
     return Recipe(**filled)
 
 
-def zero3_with_threshold(folder, threshold):
-    """Copy zero3.json with the given stage3_param_persistence_threshold."""
+def write_zero3(folder, **keys):
+    """Copy zero3.json with the given keys of zero_optimization. Return its path as a string."""
     config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
-    path = Path(folder) / f"zero3_{threshold}.json"
+    config["zero_optimization"] |= keys
+    path = Path(folder) / f"{'_'.join(['zero3', *keys])}.json"
     path.write_text(json.dumps(config))
-    return path
+    return str(path)
 
 
 def build(config, *, lora, policies=EVERYTHING, accumulation=MICRO_STEPS, **sections):

@@ -29,39 +29,41 @@ def grpo(**algorithm):
     return rl({"name": "flow_grpo", "min_step_std": 0}, {"solver": "flow_sde"}, **algorithm)
 
 
-def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine=None, window=None, **algorithm):
+def recipe_of(data="prompts", **sections):
     return Recipe.model_validate(
         {
             "run": {"output_dir": "out", "steps": 3},
             "model": {"path": "tiny:sd3"},
-            "engine": engine or {},
-            "lora": {"rank": 4},
-            "data": {"kind": "paired" if {**named, **algorithm}.get("data_beta") else "prompts", "path": "p"},
-            "sampling": {
-                **{"height": 32, "width": 32, "steps": steps, "guidance_scale": guidance, "window": window},
-                **(sampling or {}),
-            },
-            "algorithm": {**named, **algorithm},
-            "rollout": {"prompts_per_step": groups, "group_size": size},
-            "reward": {"functions": [{"name": "color"}]},
+            "data": {"kind": data, "path": "p.jsonl" if data == "pairs" else "p"},
+            **sections,
         }
+    )
+
+
+def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine=None, window=None, **algorithm):
+    return recipe_of(
+        data="paired" if {**named, **algorithm}.get("data_beta") else "prompts",
+        engine=engine or {},
+        lora={"rank": 4},
+        sampling={
+            **{"height": 32, "width": 32, "steps": steps, "guidance_scale": guidance, "window": window},
+            **(sampling or {}),
+        },
+        algorithm={**named, **algorithm},
+        rollout={"prompts_per_step": groups, "group_size": size},
+        reward={"functions": [{"name": "color"}]},
     )
 
 
 def distillation(algorithm, *, reward=None, **sampling):
     """Return a recipe that trains on 24 samples of four denoising steps in each RL step."""
-    return Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "engine": {"micro_batch_size": 5, "max_forward_batch": 16},
-            "lora": {"rank": 4},
-            "data": {"kind": "prompts", "path": "p"},
-            "sampling": {"height": 32, "width": 32, "steps": 4, "eval_steps": 4, **sampling},
-            "algorithm": algorithm,
-            "rollout": {"prompts_per_step": 12, "group_size": 2},
-            "reward": None if reward is None else {"functions": [{"name": reward}]},
-        }
+    return recipe_of(
+        engine={"micro_batch_size": 5, "max_forward_batch": 16},
+        lora={"rank": 4},
+        sampling={"height": 32, "width": 32, "steps": 4, "eval_steps": 4, **sampling},
+        algorithm=algorithm,
+        rollout={"prompts_per_step": 12, "group_size": 2},
+        reward=None if reward is None else {"functions": [{"name": reward}]},
     )
 
 
@@ -249,16 +251,12 @@ def test_opd_predicts_each_trained_step_with_one_teacher():
 
 
 def test_sft_and_evaluations():
-    recipe = Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "engine": {"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
-            "data": {"kind": "paired", "path": "p"},
-            "sampling": {"height": 32, "width": 32, "eval_steps": 7, "guidance_scale": 2},
-            "algorithm": {"name": "sft"},
-            "validation": {"num_prompts": 6, "seeds": [1, 2]},
-        }
+    recipe = recipe_of(
+        data="paired",
+        engine={"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
+        sampling={"height": 32, "width": 32, "eval_steps": 7, "guidance_scale": 2},
+        algorithm={"name": "sft"},
+        validation={"num_prompts": 6, "seeds": [1, 2]},
     )
     assert count_sft_step(recipe, derive_run_sizes(recipe, 2)) == {"policy": ForwardCount(3, 12)}
     # Two ranks: 6 samples each in batches of 5 and 1, 7 guided steps; 3 images at 8 levels, 12 per rank in 5, 5, 2.
@@ -273,16 +271,12 @@ def test_sft_and_evaluations():
 
 
 def test_dpo_runs_policy_and_reference_on_both_media_of_each_pair():
-    recipe = Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "engine": {"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
-            "data": {"kind": "pairs", "path": "p.jsonl"},
-            "sampling": {"height": 32, "width": 32, "eval_steps": 7},
-            "algorithm": {"name": "dpo"},
-            "validation": {"num_prompts": 1},
-        }
+    recipe = recipe_of(
+        data="pairs",
+        engine={"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
+        sampling={"height": 32, "width": 32, "eval_steps": 7},
+        algorithm={"name": "dpo"},
+        validation={"num_prompts": 1},
     )
     trained = count_sft_step(recipe, derive_run_sizes(recipe, 2))
     assert trained == {"policy": ForwardCount(3, 24), "ref": ForwardCount(3, 24, without_adapters=24)}

@@ -252,10 +252,8 @@ def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(
 
 
 def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):
-    folder = tmp_path / "flux"
-    shutil.copytree(tiny_pipelines("sd3"), folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    folder = shutil.copytree(tiny_pipelines("sd3"), tmp_path / "flux")
+    change_json(folder / "model_index.json", _class_name="FluxPipeline")
     with pytest.raises(ModelError, match=r"FluxPipeline are not supported; supported: .*StableDiffusion3Pipeline"):
         check_and_load_data(rl(f"model.path={folder}"), world_size=1)
 
@@ -478,8 +476,7 @@ def test_flow_matching_on_a_distilled_model_causes_a_warning(load, rl, images, t
     lora.mkdir()
     few = json.dumps({"num_inference_steps": 4, "guidance_scale": 1.0})
     if kind == "index":
-        index = json.loads((folder / "model_index.json").read_text())
-        (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+        change_json(folder / "model_index.json", is_distilled=True)
     elif kind != "fine":
         ((folder if kind == "call" else lora) / "call.json").write_text(few)
     recipe = rl(f"model.path={folder}", f"lora.init_from={lora}")
