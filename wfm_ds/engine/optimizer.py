@@ -70,7 +70,9 @@ def build_optimizer(
         }
         for adapter, own in {DEFAULT_ADAPTER: options, **extra_options}.items()
     ]
-    adapterwise_class: type[torch.optim.Optimizer] = type(f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {})
+    adapterwise_class: type[torch.optim.Optimizer] = type(
+        f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {}
+    )
     ZERO_SUPPORTED_OPTIMIZERS.append(adapterwise_class)  # otherwise DeepSpeed warns that the optimizer is untested
     return adapterwise_class(groups, **settings)
 
