@@ -22,9 +22,8 @@ from wfm_ds.export.cosmos_actions import LAYER_NAMES
 from wfm_ds.models import registry
 from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.models.cosmos25 import provide_torchvision_resize
+from wfm_ds.models.cosmos25 import Cosmos25Actions, provide_torchvision_resize
 from wfm_ds.models.cosmos25_action_network import CosmosActionTransformer3DModel
-from wfm_ds.models.cosmos25_actions import Cosmos25Actions
 from wfm_ds.models.tiny.sizes import COSMOS25
 
 convert = wfm_command("convert")

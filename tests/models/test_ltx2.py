@@ -11,7 +11,7 @@ from wfm_ds.cli.main import main
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.mel import log_mel
+from wfm_ds.models.ltx2 import log_mel
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt, SoundClip

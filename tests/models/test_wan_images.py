@@ -16,7 +16,7 @@ from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.models import vae
-from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
+from wfm_ds.models.wan import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 

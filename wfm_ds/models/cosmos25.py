@@ -1,12 +1,15 @@
-"""Cosmos-Predict2.5 (2B and 14B): Text2World, Image2World and Video2World with Wan's VAE."""
+"""Cosmos-Predict2.5 (2B and 14B): Text2World, Image2World, Video2World and robot/action-cond, with Wan's VAE."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
@@ -19,12 +22,16 @@ from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
-from wfm_ds.models.lora_layer_names import map_layers
-from wfm_ds.models.vae import count_latent_frames, require_multiple
+from wfm_ds.models.cosmos25_action_network import ACTIONS_PER_LATENT
+from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_layers
+from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
+from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
+ACTIONS = "actions"
 CONDITIONING_FRAME_SIGMA = 1e-4  # sigma of conditioning frames: conditional_frame_timestep of the pipeline
 
 LORA_NAMES = tuple(
@@ -38,19 +45,34 @@ LORA_NAMES = tuple(
 ) + map_layers("transformer_blocks.{}", "blocks.{}", {"ff.net.0.proj": "mlp.layer1", "ff.net.2": "mlp.layer2"})
 
 
-class Cosmos25(DiffusionModel):
-    """Cosmos-Predict2.5. The network receives one sigma per latent frame as timesteps, and returns the velocity."""
+class CosmosModel(DiffusionModel):
+    """Base class of the Cosmos families: videos with up to two conditioning latent frames, and NVIDIA's guardrail."""
 
-    family = "cosmos25"
-    pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
-    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
-    conditioning_keys = frozenset({"prompt_embeds"})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_layer_names = LORA_NAMES
-    block_classes = (CosmosTransformerBlock,)
     is_video = True
     conditioning_frame_counts = (0, 1, 2)
     has_guardrail = True
+
+    @classmethod
+    def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+        return {"safety_checker": guardrail.load_safety_checker(setting, folder)}
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
+
+
+class Cosmos25(CosmosModel):
+    """Cosmos-Predict2.5. The network receives one sigma per latent frame as timesteps, and returns the velocity."""
+
+    family = "cosmos25"
+    pipeline_classes: ClassVar[tuple[str, ...]] = ("Cosmos2_5_PredictBasePipeline",)
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    conditioning_keys = frozenset({"prompt_embeds"})
+    default_lora_targets = ATTENTION_LAYERS
+    lora_layer_names = LORA_NAMES
+    block_classes = (CosmosTransformerBlock,)
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
         provide_torchvision_resize()
@@ -60,10 +82,6 @@ class Cosmos25(DiffusionModel):
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         return super().default_guidance_scale(index, call) + 1  # see pipeline_call_kwargs
-
-    @classmethod
-    def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        return {"safety_checker": guardrail.load_safety_checker(setting, folder)}
 
     def auxiliary_modules(self) -> list[nn.Module]:
         projection = [] if self.text_projection is None else [self.text_projection]
@@ -78,9 +96,6 @@ class Cosmos25(DiffusionModel):
             return
         self.text_projection = denoiser.crossattn_proj.to(self.device, self.dtype).requires_grad_(False)
         denoiser.crossattn_proj = nn.Identity()
-
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -125,9 +140,6 @@ class Cosmos25(DiffusionModel):
     def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
-
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning, expert)
         count, _, num_frames, h, w = latents.shape
@@ -168,9 +180,7 @@ class Cosmos25(DiffusionModel):
         return (self.config.out_channels, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, num_frames, h, w = shape
-        frames, rows, columns = self.config.patch_size
-        return int((num_frames // frames) * (h // rows) * (w // columns))
+        return count_patches(shape, self.config.patch_size)
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w.
@@ -182,6 +192,45 @@ class Cosmos25(DiffusionModel):
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         return call | {"guidance_scale": w - 1}
+
+
+class Cosmos25Actions(Cosmos25):
+    """Cosmos-Predict2.5 robot/action-cond: videos that continue a first frame and follow robot actions.
+
+    All latent frames have the timestep sigma, also the conditioning frames.
+    """
+
+    family = "cosmos25_actions"
+    pipeline_classes = ("CosmosActionPipeline",)
+    optional_conditioning_keys = frozenset({ACTIONS})
+    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType({ACTIONS: InputSpec(rank=2, required=True)})
+
+    def encode_inputs(
+        self, inputs: Sequence[Mapping[str, npt.NDArray[Any]]], num_frames: int, size: tuple[int, int]
+    ) -> Conditioning:
+        """Return {actions: float32 [batch, num_frames - 1, action_dim]}.
+
+        Raises ValueError if a sample has no actions, or actions of another shape.
+        """
+        expected = (num_frames - 1, self.config.action_dim)
+        for sample in inputs:
+            if ACTIONS not in sample:
+                raise ValueError(f"{ACTIONS} is missing")
+            if sample[ACTIONS].shape != expected:
+                raise ValueError(f"{ACTIONS} must be {list(expected)}, got {list(sample[ACTIONS].shape)}")
+        rows = np.stack([np.asarray(sample[ACTIONS], np.float32) for sample in inputs])
+        return {ACTIONS: copy_to_device(torch.from_numpy(rows), self.device)}
+
+    def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        return {ACTIONS: (ACTIONS_PER_LATENT * (shape[1] - 1), self.config.action_dim)}
+
+    def frame_timesteps(self, sigma: Tensor, mask: Tensor) -> Tensor:
+        return sigma.view(-1, 1, 1, 1, 1).expand_as(mask)
+
+    def network_inputs(self, conditioning: Conditioning) -> dict[str, Tensor]:
+        if ACTIONS not in conditioning:
+            raise ValueError(f"conditioning lacks {ACTIONS}, which this network needs")
+        return {ACTIONS: conditioning[ACTIONS].to(self.dtype)}
 
 
 def provide_torchvision_resize() -> None:

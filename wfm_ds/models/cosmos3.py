@@ -20,12 +20,14 @@ from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import (
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets import guardrail
 from wfm_ds.models.assets.guardrail import Guardrail
-from wfm_ds.models.base import DiffusionModel, require_prompts
+from wfm_ds.models.base import require_prompts
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.cosmos3_towers import TEXT_TOWER_LAYERS, GenerationLayer, TextTower, split_towers
+from wfm_ds.models.cosmos25 import CosmosModel
 from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.lora_layer_names import TEXT_ATTENTION_LAYERS
+from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_latent_frames, require_multiples
 from wfm_ds.ulysses.cosmos3 import token_grid
 
@@ -44,7 +46,7 @@ OTHER_VIEWPOINTS = {
 SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # key: whether the sample is an image
 
 
-class Cosmos3(DiffusionModel):
+class Cosmos3(CosmosModel):
     """Cosmos3. The network receives 1000 * sigma as its timestep, and returns the velocity."""
 
     family = "cosmos3"
@@ -55,11 +57,8 @@ class Cosmos3(DiffusionModel):
     input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
         {"actions": InputSpec(rank=2), "domain": InputSpec(rank=0, requires_input="actions")}
     )
-    default_lora_targets = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    default_lora_targets = TEXT_ATTENTION_LAYERS
     block_classes = (GenerationLayer,)
-    is_video = True
-    conditioning_frame_counts = (0, 1, 2)
-    has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
         """Split the network into text tower and generation tower. Raises ModelError if max_sequence_length is set."""
@@ -71,7 +70,7 @@ class Cosmos3(DiffusionModel):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        return {"safety_checker": guardrail.load_safety_checker(setting, folder), "enable_safety_checker": True}
+        return {**super().extra_components(folder, setting), "enable_safety_checker": True}
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
@@ -103,9 +102,6 @@ class Cosmos3(DiffusionModel):
     @property
     def text_dtype(self) -> torch.dtype:
         return self.dtype
-
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     def format_prompt(
         self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False, viewpoint: str = ""
@@ -173,14 +169,7 @@ class Cosmos3(DiffusionModel):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate conditioning tensors along the batch axis. Short texts and their masks are padded with zeros."""
-        longest = max(row["text_mask"].shape[1] for row in rows)
-
-        def pad_text(name: str, tensor: Tensor) -> Tensor:
-            missing = longest - tensor.shape[1] if name in TEXT_KEYS else 0
-            return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, missing)) if missing else tensor
-
-        return {name: torch.cat([pad_text(name, row[name]) for row in rows]) for name in rows[0]}
+        return pad_and_stack(rows, TEXT_KEYS)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         config, length = self.config, self.max_sequence_length
@@ -214,9 +203,6 @@ class Cosmos3(DiffusionModel):
             raise ValueError(f"domain must be an integer from 0 to {domains - 1}, got {numbers}")
         domain = torch.tensor([int(number) for number in numbers])
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
-
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning, expert)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -21,12 +20,10 @@ from transformers import AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.assets.loading import LOADING_ERRORS, read_call_json, read_json
+from wfm_ds.models.assets.loading import read_call_json, read_json, translate_loading_errors
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
-from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.source_images import list_image_latents
-from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
+from wfm_ds.models.source_images import create_source_specs, list_image_latents
 from wfm_ds.types import SOURCES
 
 if TYPE_CHECKING:
@@ -64,11 +61,38 @@ LORA_NAMES = (
     *map_layers(SINGLE_BLOCK, "single_blocks.{}", {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}),
 )
 
-
 GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: embedded guidance scale for dev, w for klein
 
 
-class Flux2(DiffusionModel):
+class FluxModel(DiffusionModel):
+    """Base class of families whose networks may have embedded guidance (`guidance_embeds` in their configs)."""
+
+    default_guidance_embeds: ClassVar[bool]  # value of guidance_embeds if the config of the transformer lacks it
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Raise ModelError if the guidance scale in call.json is invalid."""
+        super().__init__(*arguments, **options)
+        if self.config.guidance_embeds and self.embedded_guidance is None:
+            self.embedded_guidance = self.read_embedded_guidance()
+
+    @classmethod
+    def has_embedded_guidance(cls, folder: Path) -> bool:
+        config = read_json(folder / "transformer" / "config.json")
+        return bool(config.get("guidance_embeds", cls.default_guidance_embeds))
+
+    def read_embedded_guidance(self) -> float:
+        """Return `guidance_scale` in call.json or, if it is missing, the default of the diffusers pipeline.
+
+        Raises ModelError if the scale is invalid.
+        """
+        default = pipeline_call_default(self.pipeline, GUIDANCE_SCALE_KEY)
+        scale = read_call_json(self.path).get(GUIDANCE_SCALE_KEY, default)
+        if type(scale) not in (int, float) or not 0 < scale < math.inf:
+            raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE_SCALE_KEY} must be a number above 0, got {scale!r}")
+        return float(scale)
+
+
+class Flux2(FluxModel):
     """FLUX.2. The network receives sigma as its timestep, and returns the velocity.
 
     The text encoder is Qwen3 (klein) or Mistral3 (dev). It does not see the reference images. Their clean tokens follow
@@ -76,20 +100,14 @@ class Flux2(DiffusionModel):
     """
 
     family = "flux2"
+    default_guidance_embeds = True
     pipeline_classes = ("Flux2KleinPipeline", "Flux2Pipeline")
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     optional_conditioning_keys = frozenset(SOURCES)
-    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
-        {
-            "source": InputSpec(rank=3, is_image=True),
-            "source_2": InputSpec(rank=3, is_image=True, requires_input="source"),
-            "source_3": InputSpec(rank=3, is_image=True, requires_input="source_2"),
-        }
-    )
+    input_specs = create_source_specs(*SOURCES)
     default_lora_targets = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *JOINT_ATTENTION_LAYERS,
         # `to_out` is a layer in single blocks, but a list with the layer `to_out.0` in double blocks.
         *("to_qkv_mlp_proj", f"{SINGLE_BLOCK}.attn.to_out"),
     )
@@ -97,29 +115,14 @@ class Flux2(DiffusionModel):
     default_image_size = 1024
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Raise ModelError if the guidance scale in call.json is invalid."""
-        super().__init__(*arguments, **options)
-        if self.config.guidance_embeds and self.embedded_guidance is None:
-            self.embedded_guidance = read_embedded_guidance(self)
-
-    @classmethod
-    def has_embedded_guidance(cls, folder: Path) -> bool:
-        return bool(read_json(folder / "transformer" / "config.json").get("guidance_embeds", True))
-
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
         """Return FLUX.2-dev's tokenizer as replacement for its processor, because the processor needs torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
-        try:
+        with translate_loading_errors(folder / "tokenizer"):
             return {"tokenizer": AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)}
-        except LOADING_ERRORS as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ModelError(
-                f"{folder / 'tokenizer'} cannot be loaded ({reason}); copy or download the pipeline again"
-            ) from error
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
@@ -191,7 +194,7 @@ class Flux2(DiffusionModel):
         velocity: Tensor = self.denoiser(
             hidden_states=(tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)).to(self.dtype),
             timestep=sigma,
-            guidance=self._guidance_input(sigma),
+            guidance=None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance),
             encoder_hidden_states=embeds.to(self.dtype),
             txt_ids=text_ids.expand(count, -1, -1),  # the network uses the first row
             img_ids=image_ids.expand(count, -1, -1),
@@ -199,19 +202,14 @@ class Flux2(DiffusionModel):
         )[0]
         return velocity[:, : h * w].transpose(1, 2).reshape(count, -1, h, w).float()
 
-    def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
-
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels, VAE scale factor f and C VAE channels."""
-        require_image(self.family, num_frames)
-        multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
-        require_multiples(height, width, multiple)
-        return (self.config.in_channels, height // multiple, width // multiple)
+        h, w = self.image_latent_size(height, width, num_frames, PATCH_SIZE * self.pipeline.vae_scale_factor)
+        return (self.config.in_channels, h // PATCH_SIZE, w // PATCH_SIZE)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         """Return the number of tokens of a sample and its reference images."""
-        return sum(int(h * w) for _, h, w in (shape, *self.input_shapes(shape).values()))
+        return sum(h * w for _, h, w in (shape, *self.input_shapes(shape).values()))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         mu = compute_empirical_mu(int(shape[1] * shape[2]), num_steps)  # without the tokens of reference images
@@ -227,19 +225,6 @@ class Flux2(DiffusionModel):
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
         return call | self.export_call_kwargs()
-
-
-def read_embedded_guidance(model: DiffusionModel) -> float:
-    """Return `guidance_scale` in call.json or, if it is missing, the default of the diffusers pipeline.
-
-    Raises ModelError if the scale is invalid.
-    """
-    scale = read_call_json(model.path).get(
-        GUIDANCE_SCALE_KEY, pipeline_call_default(model.pipeline, GUIDANCE_SCALE_KEY)
-    )
-    if type(scale) not in (int, float) or not 0 < scale < math.inf:
-        raise ModelError(f"{model.path / 'call.json'}: {GUIDANCE_SCALE_KEY} must be a number above 0, got {scale!r}")
-    return float(scale)
 
 
 def token_positions(num_text: int, sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,20 +12,10 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from torch import Tensor, nn
 
-from wfm_ds.models.assets.loading import read_json
-from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.flux2 import (
-    DOUBLE_ATTENTION_NAMES,
-    DOUBLE_BLOCK,
-    SINGLE_BLOCK,
-    image_positions,
-    read_embedded_guidance,
-)
-from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.flux2 import DOUBLE_ATTENTION_NAMES, DOUBLE_BLOCK, SINGLE_BLOCK, FluxModel, image_positions
+from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.qwen_image import NEGATIVE_PROMPT_KEY, PATCH_SIZE, count_tokens, pack_latents, unpack_latents
-from wfm_ds.models.source_images import list_image_latents
-from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.models.source_images import create_source_specs, list_image_latents
 from wfm_ds.types import SOURCE
 
 if TYPE_CHECKING:
@@ -65,13 +53,14 @@ class BatchedFlux(FluxTransformer2DModel):  # type: ignore[misc]
         return super().forward(*arguments, txt_ids=txt_ids[0], img_ids=img_ids[0], **options)
 
 
-class FluxKontext(DiffusionModel):
+class FluxKontext(FluxModel):
     """FLUX.1-Kontext. The network receives sigma as its timestep, and returns the velocity.
 
     The clean tokens of the source follow the noisy tokens of the sample. The text encoders do not see the source.
     """
 
     family = "flux_kontext"
+    default_guidance_embeds = False
     pipeline_classes = ("FluxKontextPipeline",)
     required_components = (
         *("transformer", "vae", "scheduler"),
@@ -79,26 +68,13 @@ class FluxKontext(DiffusionModel):
     )
     conditioning_keys = frozenset({EMBEDS, POOLED})
     optional_conditioning_keys = frozenset({SOURCE})
-    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType({SOURCE: InputSpec(rank=3, is_image=True)})
-    default_lora_targets = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    )
+    input_specs = create_source_specs(SOURCE)
+    default_lora_targets = JOINT_ATTENTION_LAYERS
     lora_layer_names = LORA_NAMES
     comfyui_prefix = "transformer"
     default_image_size = 1024
     guidance_arguments = ("true_cfg_scale",)  # guidance_scale is the embedded guidance
     block_classes = (FluxTransformerBlock, FluxSingleTransformerBlock)
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Raise ModelError if the guidance scale in call.json is invalid."""
-        super().__init__(*arguments, **options)
-        if self.config.guidance_embeds and self.embedded_guidance is None:
-            self.embedded_guidance = read_embedded_guidance(self)
-
-    @classmethod
-    def has_embedded_guidance(cls, folder: Path) -> bool:
-        return bool(read_json(folder / "transformer" / "config.json").get("guidance_embeds", False))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
         network: nn.Module = pipeline.transformer
@@ -148,19 +124,16 @@ class FluxKontext(DiffusionModel):
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, H / f, W / f) for H x W pixels and VAE scale factor f. Tokens are patches of 2 x 2 latents."""
-        require_image(self.family, num_frames)
-        factor = self.pipeline.vae_scale_factor
-        require_multiples(height, width, PATCH_SIZE * factor)
-        return (self.config.in_channels // PATCH_SIZE**2, height // factor, width // factor)
+        multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
+        size = self.image_latent_size(height, width, num_frames, multiple)
+        return (self.config.in_channels // PATCH_SIZE**2, *size)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         """Return the number of tokens of a sample and its source."""
         return sum(count_tokens(image) for image in (shape, *self.input_shapes(shape).values()))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        config = self.pipeline.scheduler.config
-        limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
-        mu = pipeline_flux_kontext.calculate_shift(count_tokens(shape), *limits)  # without the tokens of the source
+        mu = self.shift_parameter(count_tokens(shape))  # without the tokens of the source
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:

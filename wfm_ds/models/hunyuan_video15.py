@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch.nn import functional
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel, require_prompts
+from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_latent_frames, require_multiples
 
@@ -100,10 +102,7 @@ class HunyuanVideo15(DiffusionModel):
         *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
     )
     conditioning_keys = frozenset({EMBEDS, MASK, GLYPHS, GLYPH_MASK})
-    default_lora_targets = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    )
+    default_lora_targets = JOINT_ATTENTION_LAYERS
     block_classes = (HunyuanVideo15TransformerBlock,)
     default_image_size = 640  # as many pixels as 480 x 848
     is_video = True
@@ -161,11 +160,7 @@ class HunyuanVideo15(DiffusionModel):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate texts along the batch axis, and pad prompts and quoted texts with zeros."""
-        stacked: Conditioning = {}
-        for names in ((EMBEDS, MASK), (GLYPHS, GLYPH_MASK)):
-            stacked |= pad_and_stack([{name: row[name] for name in names} for row in rows])
-        return stacked
+        return pad_and_stack(rows, (EMBEDS, MASK), (GLYPHS, GLYPH_MASK))
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         length, glyph_length = self.pipeline.tokenizer_max_length, self.pipeline.tokenizer_2_max_length
@@ -198,8 +193,7 @@ class HunyuanVideo15(DiffusionModel):
         return (config.latent_channels, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, frames, h, w = shape
-        return int(frames * h * w)
+        return math.prod(shape[1:])
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         return {"sigmas": np.linspace(1.0, 0.0, num_steps + 1)[:-1]}

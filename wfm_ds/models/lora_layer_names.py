@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BLOCK = "{}"  # placeholder for a block number
+ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+TEXT_ATTENTION_LAYERS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of text tokens, in joint attention
+JOINT_ATTENTION_LAYERS = (*ATTENTION_LAYERS, *TEXT_ATTENTION_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class LoraNameTable:
 
     def find_original(self, module: str) -> tuple[str, LoraLayerName] | None:
         """Return (original layer name, table entry) for a diffusers layer, or None if the layer is not in the table."""
-        matches = ((p.fullmatch(module), name) for p, name in self._by_diffusers)
-        return next(((name.original.format(*match.groups()), name) for match, name in matches if match), None)
+        matches = self._find_matches(module, "diffusers")
+        return next(((name.original.format(*match.groups()), name) for match, name in matches), None)
 
     def find_slice_sizes(self, module: str) -> tuple[int, ...]:
         """Return the relative numbers of rows of the slices of the original layer that contains a diffusers layer."""
@@ -60,39 +63,33 @@ class LoraNameTable:
 
         Returns [] if `module` is not an original layer name.
         """
-        return _find_layers(module, self._by_original)
+        return self._find_layers(module, "original")
 
     def find_flat_members(self, flat: str) -> list[str]:
         """Return the diffusers layers that form a kohya layer, or [] for an unknown name.
 
         A kohya name is a diffusers name or an original name with underscores instead of dots.
         """
-        return _find_layers(flat, self._by_flat_diffusers)[:1] or _find_layers(flat, self._by_flat_original)
+        return self._find_layers(flat, "flat diffusers")[:1] or self._find_layers(flat, "flat original")
 
     @cached_property
-    def _by_diffusers(self) -> PatternTable:
-        return [(_compile_pattern(name.diffusers), name) for name in self.names]
+    def _patterns(self) -> dict[str, list[re.Pattern[str]]]:
+        """{kind of name: the pattern of each entry of `names`}."""
+        kinds = {
+            "diffusers": [name.diffusers for name in self.names],
+            "original": [name.original for name in self.names],
+        }
+        kinds |= {f"flat {kind}": [name.replace(".", "_") for name in names] for kind, names in kinds.items()}
+        return {
+            kind: [re.compile(re.escape(name).replace(re.escape(BLOCK), r"(\d+)")) for name in names]
+            for kind, names in kinds.items()
+        }
 
-    @cached_property
-    def _by_original(self) -> PatternTable:
-        return [(_compile_pattern(name.original), name) for name in self.names]
+    def _find_matches(self, module: str, kind: str) -> list[tuple[re.Match[str], LoraLayerName]]:
+        matches = (
+            (pattern.fullmatch(module), name) for pattern, name in zip(self._patterns[kind], self.names, strict=True)
+        )
+        return [(match, name) for match, name in matches if match]
 
-    @cached_property
-    def _by_flat_diffusers(self) -> PatternTable:
-        return [(_compile_pattern(name.diffusers.replace(".", "_")), name) for name in self.names]
-
-    @cached_property
-    def _by_flat_original(self) -> PatternTable:
-        return [(_compile_pattern(name.original.replace(".", "_")), name) for name in self.names]
-
-
-PatternTable = list[tuple[re.Pattern[str], LoraLayerName]]
-
-
-def _compile_pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(re.escape(BLOCK), r"(\d+)"))
-
-
-def _find_layers(module: str, table: PatternTable) -> list[str]:
-    matches = ((pattern.fullmatch(module), name) for pattern, name in table)
-    return [name.diffusers.format(*match.groups()) for match, name in matches if match]
+    def _find_layers(self, module: str, kind: str) -> list[str]:
+        return [name.diffusers.format(*match.groups()) for match, name in self._find_matches(module, kind)]

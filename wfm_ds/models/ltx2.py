@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
-from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from torch import Tensor, nn
+from transformers.audio_utils import mel_filter_bank
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
@@ -23,7 +23,7 @@ from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows, format_blocks, parse_blocks
-from wfm_ds.models.mel import log_mel
+from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.types import SoundClip
 
@@ -37,6 +37,8 @@ VIDEO, AUDIO = "video", "audio"  # the streams, in the order of the latents
 VIDEO_TEXT, AUDIO_TEXT, MASK = "video_embeds", "audio_embeds", "embeds_mask"
 STG, ISOLATED = "stg", "isolated"  # passes without self-attention in some blocks, and without attention between streams
 PIPELINE_SIZE_MULTIPLE = 32  # the pipeline rejects other sizes
+MEL_WINDOW = 1024  # samples per Fourier transform; the audio VAE is trained with it
+MIN_MAGNITUDE = 1e-5
 # Default limits of the timestep shift in the pipeline, for schedulers without them.
 SHIFT_LIMITS = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
 REQUIRED_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # {component: {key of its config: the supported value}}
@@ -67,7 +69,7 @@ class Ltx2(DiffusionModel):
         *("connectors", "audio_vae", "vocoder"),
     )
     conditioning_keys = frozenset({VIDEO_TEXT, AUDIO_TEXT, MASK})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # in self-, cross- and audio-video attention
+    default_lora_targets = ATTENTION_LAYERS  # in self-, cross- and audio-video attention
     guidance_keys = frozenset({"audio_scale", "stg_blocks", "stg_scale", "modality_scale", "rescale"})
     block_classes = (LTX2VideoTransformerBlock,)
     is_video = True
@@ -282,9 +284,7 @@ class Ltx2(DiffusionModel):
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        config = self.pipeline.scheduler.config
-        limits = [config.get(name, default) for name, default in SHIFT_LIMITS.items()]
-        mu = calculate_shift(self.num_tokens(shape), *limits)
+        mu = self.shift_parameter(self.num_tokens(shape), **SHIFT_LIMITS)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8] | SoundClip]) -> Tensor:
@@ -364,3 +364,24 @@ def rescale_clean(latents: Tensor, sigma: Tensor, cond: Tensor, guided: Tensor, 
     clean, axes = latents - sigma * guided, tuple(range(1, latents.ndim))
     std = (latents - sigma * cond).std(axes, keepdim=True) / clean.std(axes, keepdim=True)
     return (latents - clean * (strength * std + 1 - strength)) / sigma
+
+
+def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
+    """Return the natural logarithm of the mel spectrogram of float32 sound [B, channels, samples].
+
+    The result is float32 [B, channels, 1 + samples // hop, bins]. It equals the output of AudioProcessor in Lightricks'
+    LTX-2 repository: magnitudes of windows with reflected ends, and filters of the Slaney mel scale from 0 to rate / 2.
+
+    rate: samples per second. hop: samples between two windows.
+    """
+    filters = mel_filter_bank(MEL_WINDOW // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+    spectrum = torch.stft(
+        sound.flatten(0, 1),
+        MEL_WINDOW,
+        hop_length=hop,
+        window=torch.hann_window(MEL_WINDOW, device=sound.device),
+        pad_mode="reflect",
+        return_complex=True,
+    ).abs()
+    mel = spectrum.transpose(1, 2) @ torch.from_numpy(filters.astype(np.float32)).to(sound.device)
+    return mel.clamp(min=MIN_MAGNITUDE).log().view(*sound.shape[:2], -1, bins)

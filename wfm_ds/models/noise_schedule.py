@@ -75,6 +75,17 @@ class NoiseSchedule(PixelCodec):
         """
         return {}
 
+    def shift_parameter(self, num_tokens: int, **defaults: float) -> float:
+        """Return the scheduler's argument mu, as diffusers' calculate_shift: it is linear in the number of tokens.
+
+        defaults: limits of the pipeline, for schedulers without them in their configs.
+        """
+        config = {**defaults, **self.pipeline.scheduler.config}
+        slope = (config["max_shift"] - config["base_shift"]) / (
+            config["max_image_seq_len"] - config["base_image_seq_len"]
+        )
+        return float(num_tokens * slope + (config["base_shift"] - slope * config["base_image_seq_len"]))
+
     @property
     def default_solver(self) -> str:
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,10 +16,10 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_layers
 from wfm_ds.models.source_images import list_image_latents
 from wfm_ds.models.text_padding import pad_and_stack
-from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.models.vae import count_patches
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -30,13 +29,9 @@ EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 NEGATIVE_PROMPT_KEY = "negative_prompt"
 DEFAULT_NEGATIVE_PROMPT = " "  # as in the model's examples; without a negative prompt the pipeline has no guidance
 
-LORA_TARGETS = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-)
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 BLOCK = "transformer_blocks.{}"
-LAYER_NAMES = {name: name for name in (*(f"attn.{target}" for target in LORA_TARGETS), *FEED_FORWARD)}
+LAYER_NAMES = {name: name for name in (*(f"attn.{target}" for target in JOINT_ATTENTION_LAYERS), *FEED_FORWARD)}
 
 UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # layers of the last block
 
@@ -48,7 +43,7 @@ class QwenImage(DiffusionModel):
     pipeline_classes = ("QwenImagePipeline",)
     required_components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
-    default_lora_targets = LORA_TARGETS
+    default_lora_targets = JOINT_ATTENTION_LAYERS
     lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code has the same names
     comfyui_prefix = "transformer"
     default_image_size = 1024
@@ -122,23 +117,20 @@ class QwenImage(DiffusionModel):
         return unpack_latents(guided * norms, *cond.shape[2:])
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        require_image(self.family, num_frames)
-        factor = self.pipeline.vae_scale_factor
-        multiple = PATCH_SIZE * factor
-        require_multiples(height, width, multiple)
-        return (self.config.in_channels // PATCH_SIZE**2, height // factor, width // factor)
+        multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
+        size = self.image_latent_size(height, width, num_frames, multiple)
+        return (self.config.in_channels // PATCH_SIZE**2, *size)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return count_tokens(shape)
+        """Return the number of tokens of a sample and its source images."""
+        return sum(count_tokens(image) for image in (shape, *self.input_shapes(shape).values()))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         # The scheduler divides by zero for one step.
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        config = self.pipeline.scheduler.config
-        limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
-        mu = calculate_shift(count_tokens(shape), *limits)
+        mu = self.shift_parameter(count_tokens(shape))  # without the tokens of source images
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
@@ -148,7 +140,7 @@ class QwenImage(DiffusionModel):
 
 def count_tokens(shape: Sequence[int]) -> int:
     """Return the number of tokens of one image. shape: shape of its latents, [C, h, w]."""
-    return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
+    return count_patches(shape, PATCH_SIZE)
 
 
 def pack_latents(latents: Tensor) -> Tensor:

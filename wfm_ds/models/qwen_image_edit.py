@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
@@ -18,11 +17,10 @@ from transformers.models.auto.image_processing_auto import (
 )  # in 5.17, the public name needs torchvision
 from transformers.utils import is_torchvision_available
 
-from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.loading import LOADING_ERRORS
+from wfm_ds.models.assets.loading import translate_loading_errors
 from wfm_ds.models.base import TextWithImages
-from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.qwen_image import EMBEDS, MASK, QwenImage, count_tokens
+from wfm_ds.models.qwen_image import EMBEDS, MASK, QwenImage
+from wfm_ds.models.source_images import create_source_specs
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.types import SOURCES
 
@@ -52,9 +50,7 @@ class QwenImageEdit(QwenImage):
     family = "qwen_image_edit"
     pipeline_classes = ("QwenImageEditPipeline",)
     required_components = (*QwenImage.required_components, PROCESSOR)
-    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
-        {"source": InputSpec(rank=3, required=True, is_image=True)}
-    )
+    input_specs = create_source_specs("source", required=True)
     text_inputs = frozenset({"source"})
     optional_conditioning_keys = frozenset({"source"})
     unsupported_options = ("guidance_embeds", "use_additional_t_cond")
@@ -65,12 +61,9 @@ class QwenImageEdit(QwenImage):
         if is_torchvision_available():
             return {}
         source = folder / PROCESSOR
-        try:
+        with translate_loading_errors(source):
             images = AutoImageProcessor.from_pretrained(source, local_files_only=True, backend="pil")
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-        except LOADING_ERRORS as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{source} cannot be loaded ({reason}); copy or download the pipeline again") from error
         return {PROCESSOR: ImageTextProcessor(images, tokenizer)}
 
     def text_folders(self) -> list[str]:
@@ -101,8 +94,7 @@ class QwenImageEdit(QwenImage):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        texts = pad_and_stack([{name: row[name] for name in (EMBEDS, MASK)} for row in rows])
-        return texts | {name: torch.cat([row[name] for row in rows]) for name in SOURCES if name in rows[0]}
+        return pad_and_stack(rows, (EMBEDS, MASK))
 
     def stock_source_size(self, height: int, width: int) -> tuple[int, int]:
         width, height, _ = edit.calculate_dimensions(EDIT_AREA, width / height)
@@ -122,9 +114,6 @@ class QwenImageEdit(QwenImage):
         if "source" not in conditioning:
             raise ValueError(f"{self.family} needs a source image: conditioning must hold source")
 
-    def num_tokens(self, shape: Sequence[int]) -> int:
-        return sum(count_tokens(image) for image in (shape, *self.input_shapes(shape).values()))
-
 
 class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-2509 and -2511, with up to three source images.
@@ -134,13 +123,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     family = "qwen_image_edit_plus"
     pipeline_classes = ("QwenImageEditPlusPipeline",)
-    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
-        {
-            "source": InputSpec(rank=3, required=True, is_image=True),
-            "source_2": InputSpec(rank=3, requires_input="source", is_image=True),
-            "source_3": InputSpec(rank=3, requires_input="source_2", is_image=True),
-        }
-    )
+    input_specs = create_source_specs(*SOURCES, required=True)
     text_inputs = frozenset(SOURCES)
     optional_conditioning_keys = frozenset(SOURCES)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
-from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_fused_layers, map_layers
+from wfm_ds.models.vae import count_patches
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-INSTRUCTION = "complex_human_instruction"  # argument of the pipeline call: lines before each prompt
+INSTRUCTION = "complex_human_instruction"
 PIPELINE_SIZE_MULTIPLE = 32  # the diffusers pipelines reject other sizes, even if VAE and patches allow them
 
 BLOCK = "transformer_blocks.{}"
@@ -34,20 +34,12 @@ LORA_NAMES = (
 )
 
 
-class Sana(DiffusionModel):
-    """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity.
+class InstructedModel(DiffusionModel):
+    """Base class of families that prepend an instruction to prompts, but not to negative prompts."""
 
-    The instruction `complex_human_instruction` is prepended to prompts, but not to negative prompts.
-    """
-
-    family = "sana"
-    pipeline_classes: ClassVar[tuple[str, ...]] = ("SanaPipeline",)
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # layers of self-attention and cross-attention
-    lora_layer_names = LORA_NAMES
-    block_classes = (SanaTransformerBlock,)
-    prompt_templates = ("stock", "none")
+    instruction_argument: ClassVar[str]  # argument of the pipeline call: lines before each prompt
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raise ModelError if the instruction in call.json is invalid."""
@@ -55,13 +47,33 @@ class Sana(DiffusionModel):
         self.instruction = self.resolve_instruction()
 
     def resolve_instruction(self) -> list[str] | None:
-        default: list[str] = pipeline_call_default(self.pipeline, INSTRUCTION)
+        name = self.instruction_argument
+        default: list[str] | None = pipeline_call_default(self.pipeline, name)
         if self.prompt_template is not None:
             return default if self.prompt_template == "stock" else None
-        lines = read_call_json(self.path).get(INSTRUCTION, default)
+        lines = read_call_json(self.path).get(name, default)
         if lines is not None and not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
-            raise ModelError(f"{self.path / 'call.json'}: {INSTRUCTION} must be null or a list of lines, got {lines!r}")
+            raise ModelError(f"{self.path / 'call.json'}: {name} must be null or a list of lines, got {lines!r}")
         return lines
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        length = self.max_sequence_length
+        return {"prompt_embeds": (length, self.config.caption_channels), "prompt_attention_mask": (length,)}
+
+    def text_call_kwargs(self) -> dict[str, Any]:
+        return {**super().text_call_kwargs(), self.instruction_argument: self.instruction}
+
+
+class Sana(InstructedModel):
+    """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity."""
+
+    family = "sana"
+    pipeline_classes: ClassVar[tuple[str, ...]] = ("SanaPipeline",)
+    instruction_argument = INSTRUCTION
+    default_lora_targets = ATTENTION_LAYERS  # of self-attention and cross-attention
+    lora_layer_names = LORA_NAMES
+    block_classes = (SanaTransformerBlock,)
+    prompt_templates = ("stock", "none")
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -81,10 +93,6 @@ class Sana(DiffusionModel):
         embeds, mask, _, _ = self.call_encode_prompt(texts, **options)
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
-    def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        length = self.max_sequence_length
-        return {"prompt_embeds": (length, self.config.caption_channels), "prompt_attention_mask": (length,)}
-
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning, expert)
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps * self.config.timestep_scale
@@ -102,18 +110,11 @@ class Sana(DiffusionModel):
         return output[:, : self.config.in_channels].float()  # some networks append a learned variance
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        require_image(self.family, num_frames)
-        factor = self.pipeline.vae_scale_factor
-        multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, factor * self.config.patch_size)
-        require_multiples(height, width, multiple)
-        return (self.config.in_channels, height // factor, width // factor)
+        multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, self.pipeline.vae_scale_factor * self.config.patch_size)
+        return (self.config.in_channels, *self.image_latent_size(height, width, num_frames, multiple))
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, h, w = shape
-        return int((h // self.config.patch_size) * (w // self.config.patch_size))
-
-    def text_call_kwargs(self) -> dict[str, Any]:
-        return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
+        return count_patches(shape, self.config.patch_size)
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         # Resolution binning would generate an image of another size and resize it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +77,6 @@ class SanaVideo(Sana):
         if (num_frames - fewest) % step or not fewest <= num_frames <= most:
             raise ValueError(f"num_frames must be {fewest}, {fewest + step}, ... or {most}, got {num_frames}")
         return (self.config.in_channels, (num_frames - 1) // in_time + 1, height // in_space, width // in_space)
-
-    def num_tokens(self, shape: Sequence[int]) -> int:
-        return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         call = super().pipeline_call_kwargs(w, height, width, num_frames)

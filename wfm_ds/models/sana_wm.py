@@ -21,18 +21,16 @@ from diffusers.pipelines.sana_wm.cam_utils import prepare_camera
 from diffusers.pipelines.sana_wm.pipeline_sana_wm import DEFAULT_CHI_PROMPT
 from torch import Tensor, nn
 
-from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.loading import read_call_json
-from wfm_ds.models.base import DiffusionModel, require_prompts
+from wfm_ds.models.base import require_prompts
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.vae import count_latent_frames, require_multiples
+from wfm_ds.models.sana import InstructedModel
+from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiples
 from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-INSTRUCTION = "chi_prompt"  # argument of the pipeline call: lines before each prompt; null: the default
 POSES_KEY, INTRINSICS_KEY = "c2w", "intrinsics"
 RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA_KEYS = ("raymap", "rays", "ray_angles", "chunk_plucker")
 UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # softmax blocks have these weights but ignore them
@@ -59,17 +57,15 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
         return super().forward(*arguments, camera_conditions=raymap.to(self.dtype), cam_pos_embeds=embeds, **options)
 
 
-class SanaWM(DiffusionModel):
+class SanaWM(InstructedModel):
     """SANA-WM. The network receives the timestep int(num_train_timesteps * sigma) and returns the velocity.
 
-    The timestep is 0 on the conditioning frame. The instruction `chi_prompt` is prepended to prompts, but not to
-    negative prompts.
+    The timestep is 0 on the conditioning frame.
     """
 
     family = "sana_wm"
     pipeline_classes = ("SanaWMPipeline",)
-    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
-    conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
+    instruction_argument = "chi_prompt"  # null: the pipeline's default
     optional_conditioning_keys = frozenset(CAMERA_KEYS)
     input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
         {POSES_KEY: InputSpec(rank=3, required=True), INTRINSICS_KEY: InputSpec(rank=2, required=True)}
@@ -81,17 +77,6 @@ class SanaWM(DiffusionModel):
     block_classes = (SanaVideoMSCamCtrlBlock,)
     is_video = True
     conditioning_frame_counts = (1,)
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Raise ModelError if the instruction in call.json is invalid."""
-        super().__init__(*arguments, **options)
-        self.instruction = self.resolve_instruction()
-
-    def resolve_instruction(self) -> list[str] | None:
-        lines = read_call_json(self.path).get(INSTRUCTION)
-        if lines is not None and not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
-            raise ModelError(f"{self.path / 'call.json'}: {INSTRUCTION} must be null or a list of lines, got {lines!r}")
-        return lines
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
         network: nn.Module = pipeline.transformer
@@ -143,10 +128,6 @@ class SanaWM(DiffusionModel):
         states = self.pipeline.text_encoder.base_model(tokens.input_ids, attention_mask=tokens.attention_mask)
         return {"prompt_embeds": states.last_hidden_state, "prompt_attention_mask": tokens.attention_mask}
 
-    def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        length = self.max_sequence_length
-        return {"prompt_embeds": (length, self.config.caption_channels), "prompt_attention_mask": (length,)}
-
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
@@ -184,12 +165,12 @@ class SanaWM(DiffusionModel):
             raise ValueError(f"intrinsics must be [4] or [{num_frames}, 4], got {list(intrinsics.shape)}")
         if not (intrinsics[..., :2] > 0).all():
             raise ValueError("intrinsics: focal lengths must be positive")
-        (_, frames, height, width), space = self.latent_shape(*size, num_frames), self.spatial_compression
+        shape, space = self.latent_shape(*size, num_frames), self.pipeline.vae_spatial_compression_ratio
         stride = (self.pipeline.vae_temporal_compression_ratio, space, space)
         intrinsics = np.broadcast_to(intrinsics, (num_frames, 4)).copy()
         geometry = prepare_camera(poses, intrinsics, target_size=size, vae_stride=stride)
         raymap, patch = geometry["raymap"][None], self.config.patch_size
-        tokens = (frames // patch[0], height // patch[1], width // patch[2])
+        tokens = tuple(n // side for n, side in zip(shape[1:], patch, strict=True))
         rays, angles = _process_camera_conditions_ucpe(raymap, 1, tokens, patch)
         return {
             RAYMAP: raymap,
@@ -218,27 +199,13 @@ class SanaWM(DiffusionModel):
         )[0].float()
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
-    @property
-    def spatial_compression(self) -> int:
-        """Number of pixels per latent along each axis."""
-        return int(self.pipeline.vae_spatial_compression_ratio)
-
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        frames_factor, patch = self.pipeline.vae_temporal_compression_ratio, self.config.patch_size
-        num_latent_frames = count_latent_frames(num_frames, frames_factor)
+        patch, factor = self.config.patch_size, self.pipeline.vae_spatial_compression_ratio
+        num_latent_frames = count_latent_frames(num_frames, self.pipeline.vae_temporal_compression_ratio)
         if num_latent_frames % patch[0]:
             raise ValueError(f"num_frames must give a multiple of {patch[0]} latent frames, got {num_frames}")
-        multiple = self.spatial_compression * math.lcm(*patch[1:])
-        require_multiples(height, width, multiple)
-        return (
-            self.config.in_channels,
-            num_latent_frames,
-            height // self.spatial_compression,
-            width // self.spatial_compression,
-        )
+        require_multiples(height, width, factor * math.lcm(*patch[1:]))
+        return (self.config.in_channels, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
-
-    def text_call_kwargs(self) -> dict[str, Any]:
-        return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
+        return count_patches(shape, self.config.patch_size)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import GuidancePass, choose_rows, format_blocks, parse_blocks
-from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.vae import require_image, require_multiples
+from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
+from wfm_ds.models.vae import count_patches
 from wfm_ds.recipe.sampling import is_inside
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ LORA_NAMES = (
 
 UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q")  # text query layers of the last block
 
-
 SKIP = "skip"  # name of the pass of skip-layer guidance
 SKIP_START, SKIP_STOP = 0.01, 0.2  # diffusers' defaults, as fractions of the denoising steps
 
@@ -61,10 +59,7 @@ class StableDiffusion3(DiffusionModel):
         *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),  # the third pair (T5) is optional
     )
     conditioning_keys = frozenset({"prompt_embeds", "pooled_prompt_embeds"})
-    default_lora_targets = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    )
+    default_lora_targets = JOINT_ATTENTION_LAYERS
     lora_layer_names = LORA_NAMES
     comfyui_prefix = "transformer"
     block_classes = (JointTransformerBlock,)
@@ -164,19 +159,13 @@ class StableDiffusion3(DiffusionModel):
 
         The size of the network's positional embedding table limits height and width.
         """
-        factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
-        multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
-        require_image(self.family, num_frames)
-        require_multiples(height, width, multiple, largest)
-        return (self.config.in_channels, height // factor, width // factor)
+        patch = self.pipeline.vae_scale_factor * self.config.patch_size
+        size = self.image_latent_size(height, width, num_frames, patch, patch * self.config.pos_embed_max_size)
+        return (self.config.in_channels, *size)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, h, w = shape
-        return int((h // self.config.patch_size) * (w // self.config.patch_size))
+        return count_patches(shape, self.config.patch_size)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        config = self.pipeline.scheduler.config
-        if not config.get("use_dynamic_shifting"):
-            return {}
-        limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
-        return {"mu": calculate_shift(self.num_tokens(shape), *limits)}
+        is_dynamic = self.pipeline.scheduler.config.get("use_dynamic_shifting")
+        return {"mu": self.shift_parameter(self.num_tokens(shape))} if is_dynamic else {}

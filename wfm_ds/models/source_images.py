@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.tensor_lru import TensorLru
 from wfm_ds.models.vae import PixelCodec
 from wfm_ds.pinned_memory import copy_to_device
@@ -119,6 +120,15 @@ class SourceImages(PixelCodec):
 
     def _encode_source(self, image: npt.NDArray[np.uint8]) -> Conditioning:
         return {"latents": self.encode_uint8([image])}
+
+
+def create_source_specs(*names: str, required: bool = False) -> Mapping[str, InputSpec]:
+    """Return the specifications of source images. Each image requires the previous one."""
+    before = (None, *names)
+    return {
+        name: InputSpec(rank=3, is_image=True, required=required and other is None, requires_input=other)
+        for name, other in zip(names, before, strict=False)
+    }
 
 
 def list_image_latents(latents: torch.Tensor, conditioning: Conditioning) -> list[torch.Tensor]:

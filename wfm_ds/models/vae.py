@@ -5,6 +5,7 @@ Pixels and latents are always float32, even if the VAE has another dtype.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,9 +84,11 @@ def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     return mean, 1 / std
 
 
-def require_image(family: str, num_frames: int) -> None:
-    if num_frames != 1:
-        raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
+def count_patches(shape: Sequence[int], patch_size: int | Sequence[int]) -> int:
+    """Return the number of patches of latents with this shape [C, ...]. patch_size: for all axes, or for each axis."""
+    sizes = shape[1:]
+    sides = [patch_size] * len(sizes) if isinstance(patch_size, int) else patch_size
+    return math.prod(size // side for size, side in zip(sizes, sides, strict=True))
 
 
 def require_multiple(name: str, size: int, multiple: int, largest: int | None = None) -> None:
@@ -133,6 +136,19 @@ class PixelCodec(ABC):
 
         Raises ValueError for an unsupported size.
         """
+
+    def image_latent_size(
+        self, height: int, width: int, num_frames: int, multiple: int, largest: int | None = None
+    ) -> tuple[int, int]:
+        """Return (h, w), the height and width of an image's latents.
+
+        Raises ValueError for several frames, and unless height and width are multiples of `multiple` up to `largest`.
+        """
+        if num_frames != 1:
+            raise ValueError(f"{self.family} makes images: num_frames must be 1, got {num_frames}")
+        require_multiples(height, width, multiple, largest)
+        factor = self.pipeline.vae_scale_factor
+        return height // factor, width // factor
 
     @property
     def latent_layout(self) -> tuple[str, int]:

@@ -7,7 +7,7 @@ expert, because Adam's moments contain earlier gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,21 +16,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from PIL import Image
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
-from wfm_ds.models.lora_layer_names import LoraLayerName, map_layers
-from wfm_ds.models.vae import count_latent_frames, require_multiple
-from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
+from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, LoraLayerName, map_layers
+from wfm_ds.models.source_images import MAX_CACHE_BYTES, ImageCache
+from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
+from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.types import FIRST_FRAME
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 EXPERT_NAMES = ("transformer", "transformer_2")  # high noise first
+CHANNELS_KEY, EMBEDS_KEY = "image_channels", "image_embeds"
 
 
 def map_block_layers(block: str) -> tuple[LoraLayerName, ...]:
@@ -96,31 +100,60 @@ class Experts(nn.Module):
             network.disable_gradient_checkpointing()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WanVariant:
-    """The properties in which Wan pipelines differ."""
+class ImageConditioner:
+    """Encodes first frames for image-to-video networks. Results are cached in host memory."""
 
-    networks: Mapping[str, Any]  # experts by component name, high noise first
-    boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
-    expand_timesteps: bool  # TI2V: the network receives one timestep per token
-    image_conditioner: ImageConditioner | None  # for image-to-video networks
+    def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
+        """embeds: whether the network also receives CLIP image embeddings."""
+        self.pipeline, self.embeds, self._cache = pipeline, embeds, ImageCache(max_cache_bytes)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (CHANNELS_KEY, EMBEDS_KEY) if self.embeds else (CHANNELS_KEY,)
 
-def read_variant(pipeline: Any, path: Path) -> WanVariant:
-    """Return the pipeline's WanVariant. Raises ModelError if the pipeline is incomplete or needs unsupported inputs."""
-    boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
-    networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
-    if (len(networks) == 2) != (boundary_ratio is not None):
-        raise ModelError(
-            f"{path}: model_index.json must have both transformer_2 and boundary_ratio, or neither; use a complete "
-            "pipeline"
-        )
-    return WanVariant(
-        networks=networks,
-        boundary_ratio=boundary_ratio,
-        expand_timesteps=bool(pipeline.config.get("expand_timesteps")),
-        image_conditioner=create_image_conditioner(pipeline, path, [network.config for network in networks.values()]),
-    )
+    def encode_frames(
+        self, frames: Sequence[npt.NDArray[np.uint8]], num_frames: int, device: torch.device
+    ) -> Conditioning:
+        """Encode the first frames [H,W,3] of videos with num_frames frames.
+
+        Returns {image_channels: float32 [batch, channels, latent frames, h, w]}. The first channels, as many as the
+        VAE's temporal scale factor, are a mask that is 1 on the first latent frame. The remaining channels are the
+        normalized latents of a video with grey frames after the first frame.
+        If the network receives CLIP embeddings, the result also contains image_embeds: [batch, tokens, channels] in
+        CLIP's dtype.
+        """
+        rows = [
+            self._cache.encode([frame], num_frames, partial(self._encode_frame, frame, num_frames)) for frame in frames
+        ]
+        return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
+
+    def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape without batch axis} of the tensors from `encode_frames`.
+
+        shape: shape [C,T,h,w] of the latents of one video.
+        """
+        channels, *grid = shape
+        shapes = {CHANNELS_KEY: (self.pipeline.vae_scale_factor_temporal + channels, *grid)}
+        if not self.embeds:
+            return shapes
+        clip = self.pipeline.image_encoder.config
+        return {**shapes, EMBEDS_KEY: ((clip.image_size // clip.patch_size) ** 2 + 1, clip.hidden_size)}
+
+    @torch.no_grad()
+    def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
+        """Encode one frame as the pipeline does."""
+        device = self.pipeline.vae.device
+        pixels = copy_to_device(torch.from_numpy(frame), device).permute(2, 0, 1).float() / 255
+        clip = pixels.new_zeros(1, 3, num_frames, *pixels.shape[1:])  # grey (0) after the first frame
+        clip[0, :, 0] = 2 * pixels - 1
+        latents = vae.encode_normalized(self.pipeline.vae, clip)
+        mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        conditioning = {CHANNELS_KEY: torch.cat([mask, latents], dim=1)}
+        if self.embeds:
+            embeds: Tensor = self.pipeline.encode_image(Image.fromarray(frame), device)
+            conditioning[EMBEDS_KEY] = embeds
+        return conditioning
 
 
 def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditioner | None:
@@ -163,7 +196,7 @@ class Wan(DiffusionModel):
     pipeline_classes: ClassVar[tuple[str, ...]] = ("WanPipeline", "WanImageToVideoPipeline")
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
-    default_lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    default_lora_targets: tuple[str, ...] = ATTENTION_LAYERS
     lora_layer_names = LORA_NAMES
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (WanTransformerBlock,)
     denoiser_components: tuple[str, ...] = EXPERT_NAMES
@@ -172,11 +205,18 @@ class Wan(DiffusionModel):
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
         """Raise ModelError if the pipeline or max_sequence_length is not supported."""
-        variant = read_variant(pipeline, path)
-        self.boundary_ratio = variant.boundary_ratio
-        self.has_token_timesteps = variant.expand_timesteps
-        self.image_conditioner = variant.image_conditioner
-        self.denoiser_components = tuple(variant.networks)
+        # The sigma between the two experts of 2.2 A14B. None: one network.
+        self.boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
+        self.has_token_timesteps = bool(pipeline.config.get("expand_timesteps"))  # TI2V
+        networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
+        if (len(networks) == 2) != (self.boundary_ratio is not None):
+            raise ModelError(
+                f"{path}: model_index.json must have both transformer_2 and boundary_ratio, or neither; use a complete "
+                "pipeline"
+            )
+        self.denoiser_components = tuple(networks)
+        configs = [network.config for network in networks.values()]
+        self.image_conditioner = create_image_conditioner(pipeline, path, configs)
         if self.image_conditioner is not None:
             self.conditioning_frame_counts, self.uses_clean_frames = (1,), False
             self.optional_conditioning_keys = frozenset(self.image_conditioner.keys)
@@ -316,6 +356,4 @@ class Wan(DiffusionModel):
         return (self.pipeline.vae.config.z_dim, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, frames, h, w = shape
-        patch_t, patch_h, patch_w = self.config.patch_size
-        return int((frames // patch_t) * (h // patch_h) * (w // patch_w))
+        return count_patches(shape, self.config.patch_size)

@@ -7,22 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
-from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
+from diffusers import ZImageTransformer2DModel
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF, ZImageTransformerBlock
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.flux2 import image_positions
+from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.text_padding import pad_and_stack
-from wfm_ds.models.vae import require_image, require_multiples
-from wfm_ds.models.z_image_network import PATCH_SIZE, BatchedZImage
+from wfm_ds.models.vae import count_patches
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
+PATCH_SIZE = 2  # latents along each side of a token
+PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and one frame
+# Default limits of the timestep shift in the pipeline, for schedulers without them.
+SHIFT_LIMITS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
 
 FEED_FORWARD = {name: name for name in ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")}
 LORA_NAMES = tuple(
@@ -35,6 +41,101 @@ LORA_NAMES = tuple(
 )
 
 
+class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
+    """The diffusers network with a `forward` for batched tensors instead of lists of samples.
+
+    It does not read tensor values, so it never waits for a GPU.
+
+    Learned padding tokens extend image tokens and text tokens to a multiple of 32 each. Positions of image tokens
+    depend on the text length.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Return the network's output [B,C,h,w] for latents [B,C,h,w].
+
+        timestep: [B], from 0 (noise) to 1 (clean). encoder_hidden_states: text embeddings [B, tokens, channels].
+        encoder_attention_mask: [B, tokens] int64, 0 on the padding at the end of each text.
+        """
+        h, w = hidden_states.shape[2:]
+        time = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
+        text_length = encoder_attention_mask.sum(1)  # [B]
+        padded_length = -(-text_length // SEQ_MULTI_OF) * SEQ_MULTI_OF
+        image, image_rope = self._image_tokens(hidden_states, padded_length)
+        for layer in self.noise_refiner:
+            image = self._run_layer(layer, image, None, image_rope, time)
+        text, text_rope = self._text_tokens(encoder_hidden_states, text_length)
+        # A single text has only learned padding and needs no mask. With a mask, fast kernels could not be used.
+        attended = None
+        if len(text) > 1:
+            attended = torch.arange(text.shape[1], device=text.device) < padded_length[:, None]
+        for layer in self.context_refiner:
+            text = self._run_layer(layer, text, attended, text_rope)
+        tokens, rope = torch.cat([image, text], 1), torch.cat([image_rope, text_rope], 1)
+        if attended is not None:
+            attended = torch.cat([attended.new_ones(image.shape[:2]), attended], 1)
+        for layer in self.layers:
+            tokens = self._run_layer(layer, tokens, attended, rope, time)
+        patches = self.all_final_layer[PATCH_LAYERS](tokens[:, : h // PATCH_SIZE * (w // PATCH_SIZE)], c=time)
+        return (unpatchify(patches, h, w),)
+
+    def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
+        """Return image tokens, including padding tokens, and their rotary embeddings, each [batch, tokens, channels].
+
+        padded_length: [batch], number of text tokens including padding tokens.
+        """
+        count, _, h, w = latents.shape
+        tokens = self.all_x_embedder[PATCH_LAYERS](patchify(latents))
+        missing = -tokens.shape[1] % SEQ_MULTI_OF
+        grid = image_positions([(h // PATCH_SIZE, w // PATCH_SIZE)], 1, latents.device)
+        positions = grid.expand(count, -1, -1).clone()  # [B,N,3]
+        positions[..., 0] = padded_length[:, None] + 1
+        positions = functional.pad(positions, (0, 0, 0, missing))  # padding tokens have position 0
+        padding = self.x_pad_token.expand(count, missing, -1)
+        return torch.cat([tokens, padding], 1), self._rotary_embeddings(positions)
+
+    def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Return text tokens, including padding tokens, and their rotary embeddings, each [batch, tokens, channels].
+
+        embeds: [batch, tokens, channels]. length: [batch], number of tokens without padding.
+        """
+        embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
+        index = torch.arange(embeds.shape[1], device=embeds.device)
+        is_text = (index < length[:, None])[..., None]
+        tokens = torch.where(is_text, self.cap_embedder(embeds), self.cap_pad_token)
+        positions = functional.pad(index[:, None] + 1, (0, 2))  # [n,3]
+        return tokens, self._rotary_embeddings(positions.expand(len(embeds), -1, -1))
+
+    def _rotary_embeddings(self, positions: Tensor) -> Tensor:
+        rotations: Tensor = self.rope_embedder(positions.flatten(0, 1))
+        return rotations.view(*positions.shape[:2], -1)
+
+    def _run_layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            checkpointed: Tensor = self._gradient_checkpointing_func(layer, *arguments)
+            return checkpointed
+        output: Tensor = layer(*arguments)
+        return output
+
+
+def patchify(latents: Tensor) -> Tensor:
+    """Convert latents [B,C,h,w] to 2 x 2 patches [B, h/2 * w/2, 4 C]. Values are ordered by row, column, channel."""
+    count, channels, h, w = latents.shape
+    patches = latents.reshape(count, channels, h // PATCH_SIZE, PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE)
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, h: int, w: int) -> Tensor:
+    rows = patches.reshape(len(patches), h // PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE, PATCH_SIZE, -1)
+    return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
+
+
 class ZImage(DiffusionModel):
     """Z-Image. The network receives 1 - sigma as its timestep and returns the negative velocity."""
 
@@ -42,7 +143,7 @@ class ZImage(DiffusionModel):
     pipeline_classes = ("ZImagePipeline",)
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    default_lora_targets = ATTENTION_LAYERS
     lora_layer_names = LORA_NAMES
     kohya_uses_diffusers_names = True  # kohya's musubi-tuner, src/musubi_tuner/zimage/zimage_model.py
     default_image_size = 1024
@@ -93,20 +194,14 @@ class ZImage(DiffusionModel):
         return -output.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        require_image(self.family, num_frames)
-        factor = self.pipeline.vae_scale_factor
-        multiple = PATCH_SIZE * factor
-        require_multiples(height, width, multiple)
-        return (self.config.in_channels, height // factor, width // factor)
+        multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
+        return (self.config.in_channels, *self.image_latent_size(height, width, num_frames, multiple))
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
+        return count_patches(shape, PATCH_SIZE)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        config = self.pipeline.scheduler.config
-        defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
-        limits = [config.get(name, default) for name, default in defaults.items()]
-        mu = calculate_shift(self.num_tokens(shape), *limits)
+        mu = self.shift_parameter(self.num_tokens(shape), **SHIFT_LIMITS)
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:

@@ -79,28 +79,34 @@ def load_pipeline(
         raise ModelError(
             f"{folder} has no {', '.join(absent_names)}, but {index['_class_name']} needs it; use a complete pipeline"
         )
+    with translate_loading_errors(folder), hide_progress_bars(), show_wait(f"loading {display_name(folder)}"):
+        networks = {
+            name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
+            for name, entry in index.items()
+            if name not in replaced and (network_class := resolve_network_class(entry)) is not None
+        }
+        # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
+        parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
+        # DiffusionPipeline itself would reload the optional components of the class (such as Wan's denoiser) in
+        # float32 and discard ours.
+        pipeline_class = resolve_pipeline_class(index)
+        with silence_expected_warnings():
+            pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
+            pipeline.register_modules(**overrides)
+    require_tokenizer_files(folder, pipeline)
+    return pipeline
+
+
+@contextmanager
+def translate_loading_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the libraries inside the context to a ModelError about the file or folder `path`."""
     try:
-        with hide_progress_bars(), show_wait(f"loading {display_name(folder)}"):
-            networks = {
-                name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
-                for name, entry in index.items()
-                if name not in replaced and (network_class := resolve_network_class(entry)) is not None
-            }
-            # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
-            parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
-            # DiffusionPipeline itself would reload the optional components of the class (such as Wan's denoiser) in
-            # float32 and discard ours.
-            pipeline_class = resolve_pipeline_class(index)
-            with silence_expected_warnings():
-                pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
-                pipeline.register_modules(**overrides)
-    except ModelError:
+        yield
+    except ModelError:  # also a ValueError
         raise
     except LOADING_ERRORS as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder} cannot be loaded ({reason}); copy or download the pipeline again") from error
-    require_tokenizer_files(folder, pipeline)
-    return pipeline
+        raise ModelError(f"{path} cannot be loaded ({reason}); copy or download the pipeline again") from error
 
 
 @contextmanager

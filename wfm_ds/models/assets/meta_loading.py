@@ -11,10 +11,8 @@ import diffusers
 import torch
 from torch import nn
 
-from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.loading import (
-    LOADING_ERRORS,
     check_components,
     read_json,
     read_max_sequence_length,
@@ -22,6 +20,7 @@ from wfm_ds.models.assets.loading import (
     resolve_network_class,
     resolve_pipeline_class,
     resolve_pipeline_network,
+    translate_loading_errors,
 )
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.source_images import SourceSize
@@ -58,7 +57,7 @@ def load_on_meta_device(
     accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
     parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}
     parts |= {name: value for name, value in index.items() if name in accepted and not isinstance(value, list)}
-    try:
+    with translate_loading_errors(folder):
         parts |= {
             name: build_meta_component(folder / name, index[name])
             for name in parts
@@ -66,9 +65,6 @@ def load_on_meta_device(
         }
         parts |= replaced
         pipeline = pipeline_class(**parts)
-    except LOADING_ERRORS as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder} cannot be read ({reason}); copy or download the pipeline again") from error
     return family(
         pipeline,
         folder,
