@@ -27,6 +27,7 @@ from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.models.tiny.encoders import qwen_edit_text
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
+from wfm_ds.types import Prompt
 
 EXACT = {"rtol": 0, "atol": 1e-5}
 JOINT, WAN = ("transformer_blocks",), ("blocks",)
@@ -388,13 +389,25 @@ def load_tiny(folder, family, dtype=torch.float32, **options):
     return registry.load_model(folder, dtype=dtype, device="cpu", **{**CASES[family].load_options, **options})
 
 
-def build_sampler(model, **settings):
+def make_sampler(model, size=(32, 32), *, forward=None, max_joint_rows=None, **settings):
+    """size: height, width and optionally number of frames. settings: keys of the recipe section `sampling`."""
+    sizes = dict(zip(("height", "width", "num_frames"), size, strict=False))
     return Sampler(
         model=model,
         text_cache=TextCache(model),
-        settings=SamplingRecipe(**settings),
-        forward=CountingForward(model.denoise),
+        settings=SamplingRecipe(**sizes | settings),
+        forward=forward or CountingForward(model.denoise),
+        max_joint_rows=max_joint_rows or {},
     )
+
+
+def create_prompts(*texts, **fields):
+    return [Prompt(id=text, text=text, **fields) for text in texts]
+
+
+def sample_latents(sampler, prompts, seeds, purpose="sample", **options):
+    """Sample clean latents with the sampling plan of validation."""
+    return sampler.generate(purpose, prompts, seeds, sampler.evaluation_plan(), **options).clean_latents
 
 
 @contextlib.contextmanager

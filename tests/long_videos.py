@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from families import build_sampler
+from families import make_sampler
 from wfm_ds.demos.actions_data import PROMPT, write_files
 from wfm_ds.models import registry
 from wfm_ds.models.clips import clip_seed
@@ -28,7 +28,7 @@ def write_long_videos(folder):
 def sample_by_hand(pipeline, video, moves, seed):
     """Generate the clips of one video one by one. Returns the new frames of each clip."""
     model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", guardrail="off", fps=8, inputs=["actions"])
-    sampler = build_sampler(model, **SIZE)
+    sampler = make_sampler(model, **SIZE)
     clips, first = [], video[0]
     for clip in range(NUM_CLIPS):
         prompt = Prompt(id="a", text=PROMPT, inputs={"actions": encode_actions(moves[2 * clip : 2 * clip + 2])})

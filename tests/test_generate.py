@@ -11,7 +11,7 @@ from PIL import Image
 
 from commands import wfm_command
 from each_case import check_each
-from families import build_sampler
+from families import make_sampler
 from wfm_ds.contract.denoiser_checks import add_random_adapter
 from wfm_ds.contract.export_checks import ExportSource
 from wfm_ds.demos.room_data import write_room
@@ -58,7 +58,7 @@ def lines(folder):
 def drawn_by(model, prompts, seeds, **settings):
     """Return the images uint8 [B,H,W,3] that the sampler draws, ordered by prompt and then by seed."""
     items = [(prompt, seed) for prompt in prompts for seed in seeds]
-    sampler = build_sampler(model, **FIXED, **settings)
+    sampler = make_sampler(model, **FIXED, **settings)
     return sampler.decode_to_uint8(
         sampler.generate("sample", *zip(*items, strict=True), sampler.evaluation_plan()).clean_latents
     )[0]
@@ -231,7 +231,7 @@ def test_a_few_step_lora_samples_as_in_validation(tiny_pipelines, tmp_path, deco
     for family, frames, keys in (("sd3", 1, noisy), ("wan21", 5, {"grid_shift": 7.0})):
         model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
         size = {"height": 32, "width": 32, "num_frames": frames}
-        sampler = build_sampler(model, **size, eval_steps=3, eval_grid="even", guidance_scale=2.0, **keys)
+        sampler = make_sampler(model, **size, eval_steps=3, eval_grid="even", guidance_scale=2.0, **keys)
         add_random_adapter(model, b_std=0.3)
         source, chosen = ExportSource(model, uses_lora=True), {"policy": "train", "dtype": torch.float32}
         target = ExportTarget.from_model(model, sampler.settings)

@@ -12,10 +12,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Conditioning: TypeAlias = dict[str, Tensor]
-    """{name: tensor [B, ...]}: text embeddings, masks and other inputs of the denoiser for B samples."""
-
-
+Conditioning: TypeAlias = "dict[str, Tensor]"
+"""{name: tensor [B, ...]}: text embeddings, masks and other inputs of the denoiser for B samples."""
 FIRST_FRAME = "first_frame"
 SOURCE = "source"
 SOURCES = (SOURCE, "source_2", "source_3")  # inputs of editing models: images that the prompt refers to

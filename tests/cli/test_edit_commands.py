@@ -10,7 +10,7 @@ from PIL import Image
 
 from clips import write_clip
 from each_case import check_each
-from families import build_sampler
+from families import make_sampler
 from wfm_ds.cli.main import main
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.media import load_clip
@@ -104,7 +104,7 @@ def test_sources_of_options_and_prompt_files_reach_the_model(images, tiny_pipeli
         ("mask", 0): {"source": 1},  # the mask is ignored
     }.items():
         model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", inputs=inputs)
-        sampler = build_sampler(model, height=32, width=32, eval_steps=2)
+        sampler = make_sampler(model, height=32, width=32, eval_steps=2)
         arrays = {name: stripes(seed) for name, seed in inputs.items()}
         prompt = Prompt(id="a", text="a red circle", inputs=arrays)
         latents = sampler.generate("sample", [prompt], [0], sampler.evaluation_plan()).clean_latents
@@ -197,7 +197,7 @@ def test_control_videos_of_options_reach_the_model(tmp_path, tiny_pipelines):
     ):
         _, [line] = generate(tmp_path, folder, *words, *more, model=pipeline)
         model = registry.load_model(pipeline, dtype=torch.float32, device="cpu", fps=8, inputs=names)
-        sampler = build_sampler(model, height=32, width=32, num_frames=5, fps=8, eval_steps=2)
+        sampler = make_sampler(model, height=32, width=32, num_frames=5, fps=8, eval_steps=2)
         prompt = Prompt(id="a", text="a red circle", inputs={name: videos[name] for name in names})
         latents = sampler.generate("sample", [prompt], [0], sampler.evaluation_plan()).clean_latents
         page = (tmp_path / folder / "index.html").read_text()

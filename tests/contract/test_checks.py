@@ -11,15 +11,7 @@ import pytest
 from commands import wfm_command
 from each_case import check_each
 from families import CASES
-from wfm_ds.contract import (
-    denoiser_checks,
-    export_checks,
-    input_checks,
-    pixel_checks,
-    sampling_checks,
-    text_image_checks,
-)
-from wfm_ds.contract.case import PROMPTS
+from wfm_ds.contract.case import PROMPTS, Case
 from wfm_ds.contract.checks import CHECKS, run_checks
 from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.models.cosmos3 import Cosmos3
@@ -28,6 +20,7 @@ from wfm_ds.models.qwen_image_edit import QwenImageEdit
 from wfm_ds.models.sd3 import StableDiffusion3
 
 main = wfm_command("models check")
+BY_NAME = {check.__name__.removeprefix("check_").replace("_", " "): check for check in CHECKS}
 
 
 class Flipped(StableDiffusion3):
@@ -162,75 +155,37 @@ def subject(tiny_pipelines):
 
 
 @check_each(
-    ("family", "check", "says"),
+    ("family", "name", "says"),
     [
-        (
-            Flipped,
-            sampling_checks.check_latents_without_guidance,
-            "the latents of two prompts at guidance scale 1: values differ by",
-        ),
-        (
-            Flipped,
-            export_checks.check_full_export,
-            "the latents that diffusers generates from the export: values differ by",
-        ),
-        (Unscaled, pixel_checks.check_encode_inverts_decode, "pixels after encoding and decoding: values differ"),
-        (Mixed, denoiser_checks.check_batch_matches_samples, "sample 0 of a batch: values differ"),
-        (
-            Deaf,
-            sampling_checks.check_prompts_matter,
-            "two prompts differ by only 0 in pixels, less than 0.001; use larger random weights",
-        ),
-        (
-            Weak,
-            sampling_checks.check_latents_with_guidance,
-            "the latents of two prompts at guidance scale 4: values differ by",
-        ),
-        (Unchecked, denoiser_checks.check_invalid_arguments, "sigma [2, 1] raises AssertionError ("),
-        (Misnamed, denoiser_checks.check_lora_and_checkpointing, "no linear layer's name ends with to_kv"),
-        (
-            Faint,
-            export_checks.check_lora_export,
-            "; use larger random weights in the tiny pipeline (docs/own_model.md)",
-        ),
-        (Rough, pixel_checks.check_size_multiples, "the size (17, 16, 1) is not rejected; raise a ValueError"),
-        (Untold, input_checks.check_inputs_change_velocity, "different inputs change the velocity by only 0"),
-        (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),
-        (OneHalf, input_checks.check_inputs_in_both_guidance_halves, "change the negative half of guidance by only 0"),
-        (Demanding, input_checks.check_missing_inputs, "a sample without actions is not rejected; raise a ValueError"),
-        (
-            Sightless,
-            text_image_checks.check_images_change_embeddings,
-            "other images change the embedding of NegativeText(text='a red circle on white') by only 0",
-        ),
-        (
-            Remembering,
-            text_image_checks.check_images_change_embeddings,
-            "other images change the embedding of a red circle on white by only 0",
-        ),
-        (
-            Raw,
-            sampling_checks.check_decoded_pixels,
-            "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]",
-        ),
+        (Flipped, "latents without guidance", "two prompts at guidance scale 1: values differ by"),
+        (Flipped, "full export", "the latents that diffusers generates from the export: values differ by"),
+        (Unscaled, "encode inverts decode", "pixels after encoding and decoding: values differ"),
+        (Mixed, "batch matches samples", "sample 0 of a batch: values differ"),
+        (Deaf, "prompts matter", "of two prompts differ by only 0, not more than 0.001; use larger random weights"),
+        (Weak, "latents with guidance", "two prompts at guidance scale 4: values differ by"),
+        (Unchecked, "invalid arguments", "sigma [2, 1] raises AssertionError ("),
+        (Misnamed, "lora and checkpointing", "no linear layer's name ends with to_kv"),
+        (Faint, "lora export", "; use larger random weights in the tiny pipeline (docs/own_model.md)"),
+        (Rough, "size multiples", "the size (17, 16, 1) is not rejected; raise a ValueError"),
+        (Untold, "inputs change velocity", "different inputs change the velocity by only 0"),
+        (Averaged, "batch with inputs", "sample 0 of a batch with inputs: values differ by"),
+        (OneHalf, "inputs in both guidance halves", "change the negative half of guidance by only 0"),
+        (Demanding, "missing inputs", "a sample without actions is not rejected; raise a ValueError"),
+        (Sightless, "images change embeddings", "of NegativeText(text='a red circle on white') by only 0"),
+        (Remembering, "images change embeddings", "the embedding of a red circle on white by only 0"),
+        (Raw, "decoded pixels", "the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]"),
     ],
 )
 @pytest.mark.slow
-def test_a_mistake_is_found_and_named(subject, family, check, says):
-    (finding,) = run_checks(subject(family), [check])
-    assert finding.name == check.__name__.removeprefix("check_").replace("_", " ")
+def test_a_mistake_is_found_and_named(subject, family, name, says):
+    (finding,) = run_checks(subject(family), [BY_NAME[name]])
+    assert finding.name == name
     assert says in (finding.message or "nothing")
 
 
 def test_the_wording_of_errors_is_not_checked(subject):
-    checks = (
-        pixel_checks.check_size_multiples,
-        pixel_checks.check_shapes,
-        denoiser_checks.check_prompt_lists,
-        denoiser_checks.check_invalid_arguments,
-        denoiser_checks.check_unsupported_frames,
-    )
-    assert [finding.message for finding in run_checks(subject(Terse), checks)] == [None] * len(checks)
+    names = ("size multiples", "shapes", "prompt lists", "invalid arguments", "unsupported frames")
+    assert [finding.message for finding in run_checks(subject(Terse), [BY_NAME[name] for name in names])] == [None] * 5
 
 
 def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monkeypatch):
@@ -238,25 +193,19 @@ def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monk
         raise KeyError("patches")
 
     monkeypatch.setattr(Flipped, "num_tokens", fails)
-    (finding,) = run_checks(subject(Flipped), [denoiser_checks.check_num_tokens])
+    (finding,) = run_checks(subject(Flipped), [BY_NAME["num tokens"]])
     assert finding.message.startswith(f"KeyError in {__file__}:")
     assert finding.message.endswith("'patches'")
 
 
-def test_passed_checks_have_no_message(subject):
-    assert [finding.message for finding in run_checks(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
-
-
 def test_unsupported_features_are_neither_passed_nor_failed(subject):
-    (finding,) = run_checks(subject(StableDiffusion3), [input_checks.check_inputs_change_velocity])
+    (finding,) = run_checks(subject(StableDiffusion3), [BY_NAME["inputs change velocity"]])
     assert (finding.applies, finding.message) == (False, "the family has no inputs")
 
 
 def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(subject, monkeypatch, capsys):
     of = subject(Flipped)
-    monkeypatch.setattr(
-        "wfm_ds.contract.checks.run_checks.__defaults__", ((sampling_checks.check_latents_without_guidance,),)
-    )
+    monkeypatch.setattr("wfm_ds.contract.checks.run_checks.__defaults__", ((BY_NAME["latents without guidance"],),))
     words = [of.user_family, "--tiny", str(of.folder)]
     monkeypatch.setattr(sys.modules[__name__], "EULER", CASES["sd3"], raising=False)
     assert main([*words, "--case", f"{__name__}:EULER"]) == 1
@@ -275,7 +224,5 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
 
 
 def test_default_sizes_are_the_smallest_unequal_ones(tiny_pipelines):
-    from wfm_ds.contract.case import Case
-
     sizes = [FamilyUnderTest(tiny_pipelines(name), Case()).size for name in ("sd3", "wan21")]
     assert sizes == [(8, 12, 1), (32, 48, 5)]

@@ -4,23 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from families import CASES, load_tiny
+from families import CASES, create_prompts, load_tiny, make_sampler
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.clips import choose_clip_layout, encode_last_frames, generate_clips, reconstruct_clip
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.types import Prompt
 
-PROMPTS = [Prompt(id=name, text=name) for name in ("a", "b")]
+PROMPTS = create_prompts("a", "b")
 
 
 @pytest.fixture(scope="module")
 def sampler(tiny_pipelines):
     model = load_tiny(tiny_pipelines("cosmos25"), "cosmos25")
-    height, width, frames = CASES["cosmos25"].size
-    settings = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=2)
-    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
+    return make_sampler(model, CASES["cosmos25"].size, eval_steps=2)
 
 
 def test_two_conditioning_latent_frames_are_five_frames(sampler):

@@ -69,19 +69,6 @@ def test_zero_conditioning_frames_equal_no_conditioning(model):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_predicted_clean_latents_equal_the_conditioning_in_both_halves_of_guidance(model):
-    noise, sigma, conditioning = one_call(model, [1, 2])
-    conditional_frames = conditioning["conditional_latents"]
-    uncond = conditioning | model.encode_text([model.resolve_negative_prompt()] * 2)
-    with torch.no_grad():
-        velocity = model.combine_guidance(
-            model.denoise(noise, sigma, conditioning), model.denoise(noise, sigma, uncond), 5.0
-        )
-    clean = noise - sigma.view(-1, 1, 1, 1, 1) * velocity
-    for row, count in enumerate((1, 2)):
-        torch.testing.assert_close(clean[row, :, :count], conditional_frames[row, :, :count], **EXACT)
-
-
 # Text
 
 

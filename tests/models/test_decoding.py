@@ -4,18 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from families import load_tiny
+from families import load_tiny, make_sampler
 from streams import recorded_streams
-from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import CountingForward, Sampler, get_decode_stream
-from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.models.sampler import get_decode_stream
 
 
 @pytest.fixture(scope="module")
 def sampler(tiny_pipelines):
-    model = load_tiny(tiny_pipelines("sd3"), "sd3")
-    settings = SamplingRecipe(height=32, width=32)
-    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
+    return make_sampler(load_tiny(tiny_pipelines("sd3"), "sd3"))
 
 
 @pytest.fixture

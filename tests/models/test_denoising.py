@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from each_case import check_each
 from families import CASES, PROMPTS, each_family, load_reference_pipeline, load_tiny, record_calls
 from wfm_ds.models import registry
+from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.sampling.latents import draw_cpu_normal
 
 FLOAT_TIMES = ("sd3", "wan21", "sana", "sana_video", "hunyuan_video15")
@@ -77,6 +78,29 @@ def test_the_largest_size_runs_and_a_video_of_one_frame(load, family, size):
     latents = torch.randn(1, *model.latent_shape(*size))
     with torch.no_grad():
         assert model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1])).shape == latents.shape
+
+
+@each_family(["z_image", "hunyuan_video15", "qwen_image_edit_plus", "ltx2"])
+def test_the_network_reads_no_values_and_its_inputs_have_known_shapes(load, tiny_pipelines, family):
+    """It runs on the meta device, so it never waits for a GPU, and memory can be estimated."""
+    size, options = CASES[family].size, {"source_size": "stock"}
+    if family == "qwen_image_edit_plus":
+        options["inputs"] = ["source", "source_2"]
+    meta = load_on_meta_device(tiny_pipelines(family), dtype=torch.float32, **options)
+    loaded = load_tiny(tiny_pipelines(family), family, **options)
+    shape, shapes = meta.latent_shape(*size), meta.text_shapes()
+    assert shape == loaded.latent_shape(*size)
+    assert shapes == loaded.text_shapes()
+    assert meta.input_shapes(shape) == loaded.input_shapes(shape)
+    assert meta.sound_rate == loaded.sound_rate
+    if family == "ltx2":
+        assert shapes == {name: tuple(rows.shape[1:]) for name, rows in loaded.encode_text([""]).items()}
+    conditioning = {
+        name: torch.ones(2, *of_one, dtype=torch.int64 if "mask" in name else torch.float32, device="meta")
+        for name, of_one in (shapes | meta.input_shapes(shape)).items()
+    }
+    latents = torch.empty(2, *shape, device="meta")
+    assert meta.denoise(latents, torch.ones(2, device="meta"), conditioning).shape == latents.shape
 
 
 @each_family(EXPERTS)

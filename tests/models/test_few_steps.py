@@ -12,21 +12,17 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.schedulers import scheduling_flow_match_euler_discrete
 
 from each_case import check_each
-from families import CASES, PROMPTS, each_family
+from families import CASES, PROMPTS, create_prompts, each_family, load_tiny, make_sampler, sample_latents
 from wfm_ds.contract.case import denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.contract.export_checks import ExportSource
 from wfm_ds.contract.family_under_test import SEEDS, FamilyUnderTest
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import export_weights
-from wfm_ds.models import registry
-from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.runs.model_loading import load_model
 from wfm_ds.sampling.denoise import step_noise_seeds
-from wfm_ds.types import Prompt
 from wfm_kernels.torch_backend import normal_noise
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -97,7 +93,7 @@ def test_a_shift_of_the_recipe_reaches_plain_diffusers(family, tiny_pipelines, t
     folder = export(subject.model, sampling, tmp_path / "out")
     want = validation_latents(subject, sampling)
     torch.testing.assert_close(plain_latents(subject, folder), want, rtol=0, atol=subject.case.tolerance)
-    again = registry.load_model(folder, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    again = load_tiny(folder, family)
     # The exported folder is a base model with the same levels.
     kept = again.evaluation_sigmas(settings(subject, eval_steps=3))
     torch.testing.assert_close(kept, subject.model.evaluation_sigmas(sampling), rtol=0, atol=1e-6)
@@ -108,7 +104,7 @@ def test_levels_that_plain_diffusers_cannot_use_are_refused(tiny_pipelines):
     recipe = recipe_file.load_recipe(RECIPES / "wan_nft.yaml", [*words, f"model.path={tiny_pipelines('wan21')}"])
     with pytest.raises(ModelError, match="WanPipeline of diffusers cannot use the even noise levels of 50 steps"):
         load_model(recipe, torch.device("cpu"))
-    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("sd3"), "sd3")
     model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_exponential_sigmas=True)
     with pytest.raises(ModelError, match=r"cannot use .* of 4 steps: set sampling\.eval_grid: stock"):
         ExportTarget.from_model(model, SamplingRecipe(**SIZE, eval_grid="even", eval_steps=4))
@@ -125,21 +121,19 @@ def test_plain_diffusers_adds_noise_as_validation_does(family, tiny_pipelines, t
         return normal_noise(seeds, math.prod(shape[1:])).view(shape)
 
     monkeypatch.setattr(scheduling_flow_match_euler_discrete, "randn_tensor", draw_validation_noise)
-    sampling = settings(subject, eval_steps=4, guidance_scale=2.0, **NOISY)
-    folder = export(model, sampling, tmp_path / "out")
-    forward, texts = CountingForward(model.denoise), [Prompt(id=text, text=text) for text in PROMPTS]
-    sampler = Sampler(model=model, text_cache=TextCache(model), settings=sampling, forward=forward)
-    want = sampler.generate("validation", texts, SEEDS, sampler.evaluation_plan()).clean_latents
+    sampler = make_sampler(model, subject.size, eval_grid="even", eval_steps=4, guidance_scale=2.0, **NOISY)
+    folder = export(model, sampler.settings, tmp_path / "out")
+    want = sample_latents(sampler, create_prompts(*PROMPTS), SEEDS)
     torch.testing.assert_close(plain_latents(subject, folder), want, rtol=0, atol=2 * subject.case.tolerance)
     assert next(noise_steps) == 4
     # A LoRA trained without noise on this pipeline needs a scheduler without noise.
-    again = registry.load_model(folder, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    again = load_tiny(folder, family)
     target = ExportTarget.from_model(again, settings(subject, eval_steps=4))
     assert target.scheduler["stochastic_sampling"] is False
 
 
 def test_exports_with_stock_levels_stay_as_they_were(tiny_pipelines, tmp_path):
-    model = registry.load_model(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("wan21"), "wan21")
     target = ExportTarget.from_model(model, SamplingRecipe(**SIZE, num_frames=5, eval_steps=4))
     assert target == ExportTarget.from_model(model)
     assert target.to_json().keys() == {"base", "parts", "call"}

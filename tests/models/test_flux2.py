@@ -2,14 +2,12 @@
 
 import inspect
 
-import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 
 from families import CASES, EXACT, PROMPTS, load_reference_pipeline, load_tiny
 from wfm_ds.errors import ModelError
-from wfm_ds.models.flux2 import token_positions
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 pytestmark = pytest.mark.slow
@@ -23,20 +21,6 @@ def model(load):
 @pytest.fixture
 def pipeline(tiny_pipelines):
     return load_reference_pipeline(tiny_pipelines("flux2"), CASES["flux2"])
-
-
-def test_the_shift_falls_with_the_steps(model):
-    shape = model.latent_shape(64, 96)
-    few, many = (model.flow_shift(SamplingRecipe(height=64, width=96, eval_steps=n)) for n in (8, 50))
-    assert few > many > 1
-    even = np.linspace(1, 1 / 8, 8)
-    np.testing.assert_allclose(model.sigmas(8, shape)[:-1], few * even / (1 + (few - 1) * even), atol=1e-6)
-
-
-def test_positions_are_the_pipeline_s(pipeline):
-    text, image = token_positions(5, [(2, 3)], torch.device("cpu"))
-    assert torch.equal(text, pipeline._prepare_text_ids(torch.zeros(1, 5, 7))[0])
-    assert torch.equal(image, pipeline._prepare_latent_ids(torch.zeros(1, 4, 2, 3))[0])
 
 
 def test_a_distilled_pipeline_refuses_guidance(tiny_pipelines):

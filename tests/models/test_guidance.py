@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from families import CASES, load_reference_pipeline, load_tiny
+import families
+from families import CASES, create_prompts, load_reference_pipeline, load_tiny, sample_latents
 from wfm_ds.cli.main import main
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.guidance import NEGATIVE_PASS, choose_rows
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.types import Prompt
 
-PROMPTS = [Prompt(id="a", text="a red circle"), Prompt(id="b", text="a cat")]
+PROMPTS = create_prompts("a red circle", "a cat")
 SEEDS = [3, 4]
 
 
@@ -22,17 +19,13 @@ def model(tiny_pipelines):
 
 
 def make_sampler(model, **settings):
-    settings = SamplingRecipe(**{"height": 32, "width": 32, "guidance_scale": 3.0, **settings})
-    model.check_sampling(settings)
-    forward = CountingForward(model.denoise)
-    return Sampler(
-        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows={"joint": 4}
-    )
+    sampler = families.make_sampler(model, max_joint_rows={"joint": 4}, **{"guidance_scale": 3.0, **settings})
+    model.check_sampling(sampler.settings)
+    return sampler
 
 
 def draw(sampler, purpose="sample"):
-    plan = sampler.evaluation_plan()
-    return sampler.generate(purpose, PROMPTS, SEEDS, plan).clean_latents
+    return sample_latents(sampler, PROMPTS, SEEDS, purpose)
 
 
 @pytest.mark.parametrize(("steps", "skipped"), [(10, 1), (15, 2)])
@@ -86,7 +79,7 @@ def test_samples_of_different_noise_levels_get_the_guidance_of_their_own(model):
     guidance = {"interval": [0.3, 0.95], "skip_layers": [0], "skip_interval": [0.6, 0.8]}
     sampler = make_sampler(model, guidance=guidance)
     sigma = torch.tensor([0.98, 0.7, 0.5, 0.1])
-    prompts = [Prompt(id=str(i), text=f"number {i}") for i in range(4)]
+    prompts = create_prompts(*(f"number {i}" for i in range(4)))
     latents = torch.randn(4, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     conditions = sampler.encode_conditioning(prompts)
     together = sampler.predict_velocity("policy", latents, sigma, conditions, 0)
@@ -119,9 +112,7 @@ def test_settings_that_cannot_be_used_are_refused(model, tiny_pipelines):
     with pytest.raises(ModelError, match=r"skip_layers \[1, 2\]: blocks are 0 to 1"):
         make_sampler(model, guidance={"skip_layers": [1, 2]})
     with pytest.raises(ModelError, match=r"wan has no sampling.guidance.skip_layers: remove it"):
-        load_tiny(tiny_pipelines("wan21"), "wan21").check_sampling(
-            SamplingRecipe(height=32, width=32, guidance={"skip_layers": [1]}, guidance_scale=2.0)
-        )
+        make_sampler(load_tiny(tiny_pipelines("wan21"), "wan21"), guidance={"skip_layers": [1]})
     for settings, message in (
         ({"guidance": {"interval": [0.5, 0.5]}}, r"interval must be \[low, high\] with low < high"),
         ({"guidance": {"interval": [0, 0.5]}, "guidance_scale": 1.0}, "guidance needs a guidance_scale above 1"),

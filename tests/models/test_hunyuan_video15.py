@@ -5,8 +5,18 @@ import json
 import pytest
 import torch
 
+import families
 from each_case import check_each
-from families import CASES, EXACT, change_json, copy_pipeline, load_reference_pipeline, load_tiny
+from families import (
+    CASES,
+    EXACT,
+    change_json,
+    copy_pipeline,
+    create_prompts,
+    load_reference_pipeline,
+    load_tiny,
+    sample_latents,
+)
 from wfm_ds.cli import generate
 from wfm_ds.cli.call_defaults import fill_from_call
 from wfm_ds.cli.init.model_summary import read_pipeline
@@ -18,11 +28,8 @@ from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import export_weights
 from wfm_ds.models.assets.few_steps import read_few_steps
 from wfm_ds.models.assets.loading import read_call_defaults
-from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.hunyuan_video15 import EMBEDS, GLYPH_MASK, GLYPHS, MASK, HunyuanVideo15
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.storage.tensor_store import TensorStore
 from wfm_ds.types import Prompt
 
@@ -44,10 +51,7 @@ def pipeline(tiny_pipelines):
 
 
 def make_sampler(model, **settings):
-    height, width, frames = SIZE
-    sampling = {"height": height, "width": width, "num_frames": frames, "eval_steps": STEPS}
-    settings = SamplingRecipe(**sampling | settings)
-    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
+    return families.make_sampler(model, SIZE, eval_steps=STEPS, **settings)
 
 
 @check_each("guidance", [1.0, 6.0])
@@ -56,7 +60,7 @@ def test_a_batch_equals_single_calls_of_the_diffusers_pipeline(model, pipeline, 
     sampler = make_sampler(model, guidance_scale=guidance)
     negative = ["", 'a video saying "cat"']
     prompts = [Prompt(id=t, text=t, negative_text=n) for t, n in zip([QUOTED, PLAIN], negative, strict=True)]
-    latents = sampler.generate("sample", prompts, SEEDS, sampler.evaluation_plan()).clean_latents
+    latents = sample_latents(sampler, prompts, SEEDS)
     pixels = model.decode_latents(latents)
     assert sampler.forward.counts == {"sample": STEPS * (1 if guidance == 1 else 2)}
     pipeline.guider = pipeline.guider.from_config(model.guider_config(guidance))
@@ -96,29 +100,6 @@ def test_padding_has_no_effect_on_velocities_and_gradients(tiny_pipelines):
         torch.testing.assert_close(gradient, total, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_network_equals_that_of_diffusers(tiny_pipelines, pipeline, dtype):
-    """In bfloat16, with timesteps that bfloat16 represents exactly: diffusers rounds the timestep."""
-    model, network = load_tiny(tiny_pipelines(FAMILY), FAMILY, dtype), pipeline.transformer.to(dtype)
-    noise, sigma = model.draw_noise([1, 2], model.latent_shape(*SIZE)), torch.tensor([0.752, 0.5])
-    embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(TEXTS[:2], batch_size=2, dtype=dtype)
-    with torch.no_grad():
-        got = model.denoise(noise, sigma, model.encode_text(TEXTS[:2]))
-        want = network(
-            hidden_states=torch.cat([noise, torch.zeros_like(noise), torch.zeros_like(noise[:, :1])], 1).to(dtype),
-            timestep=(1000 * sigma).to(dtype),
-            image_embeds=torch.zeros(2, 729, 16, dtype=dtype),
-            encoder_hidden_states=embeds,
-            encoder_attention_mask=mask,
-            encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyph_mask,
-            return_dict=False,
-        )[0].float()
-    assert got.dtype == torch.float32
-    error = float((got - want).norm() / want.norm())
-    assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-
-
 def test_texts_have_the_embeddings_of_the_pipeline_without_padding_and_are_stored(model, pipeline, tmp_path):
     embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(TEXTS, batch_size=3)
     rows = [model.encode_text([text]) for text in TEXTS]
@@ -141,19 +122,6 @@ def test_texts_have_the_embeddings_of_the_pipeline_without_padding_and_are_store
     assert found.keys() == want.keys() == model.conditioning_keys
     assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
     assert all(torch.equal(single[name], tensor) for name, tensor in rows[1].items())
-
-
-def test_the_network_reads_no_values(tiny_pipelines):
-    """It runs on the meta device, so it never waits for a GPU, and memory can be estimated."""
-    meta = load_on_meta_device(tiny_pipelines(FAMILY), dtype=torch.float32)
-    shape = meta.latent_shape(480, 848, 121)
-    assert shape == (4, 31, 30, 53)
-    text = {
-        name: torch.empty(2, *size, device="meta", dtype=torch.int64 if name.endswith("mask") else torch.float32)
-        for name, size in meta.text_shapes().items()
-    }
-    latents = torch.empty(2, *shape, device="meta")
-    assert meta.denoise(latents, torch.empty(2, device="meta"), text).shape == latents.shape
 
 
 @check_each(
@@ -243,9 +211,7 @@ def test_a_few_step_lora_loads_in_diffusers_with_its_guidance(tiny_pipelines, tm
     pipe.set_progress_bar_config(disable=True)
     call = json.loads((folder / "call.json").read_text()) | {"prompt": QUOTED, "output_type": "latent"}
     got = pipe(**call, generator=torch.Generator("cpu").manual_seed(11)).frames
-    prompt = Prompt(id="", text=QUOTED)
-    want = sampler.generate("validation", [prompt], [11], sampler.evaluation_plan()).clean_latents
-    torch.testing.assert_close(got, want, **EXACT)
+    torch.testing.assert_close(got, sample_latents(sampler, create_prompts(QUOTED), [11]), **EXACT)
 
 
 # Behavior of diffusers: if one of these tests fails, diffusers has changed; then remove the workaround.

@@ -6,14 +6,11 @@ import pytest
 import torch
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from families import CASES, joined_latents, load_reference_pipeline, load_tiny, ltx2_latents
+import families
+from families import CASES, joined_latents, load_reference_pipeline, load_tiny, ltx2_latents, sample_latents
 from wfm_ds.cli.main import main
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.meta_loading import load_on_meta_device
-from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.ltx2 import log_mel
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt, SoundClip
 
 PROMPTS = [Prompt(id="a", text="a red circle"), Prompt(id="b", text="a cat", negative_text="a dog")]
@@ -27,12 +24,9 @@ def model(tiny_pipelines):
 
 
 def make_sampler(model, **settings):
-    height, width, frames = SIZE
-    settings = SamplingRecipe(
-        **{"height": height, "width": width, "num_frames": frames, "eval_steps": STEPS, **settings}
-    )
-    model.check_sampling(settings)
-    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
+    sampler = families.make_sampler(model, SIZE, **{"eval_steps": STEPS, **settings})
+    model.check_sampling(sampler.settings)
+    return sampler
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,7 @@ def test_latents_pixels_and_sound_equal_the_diffusers_pipeline(settings, passes,
         more = {"num_inference_steps": STEPS, "spatio_temporal_guidance_blocks": [1], "output_type": output_type}
         return pipeline(**call, **more, generator=generators)
 
-    got = sampler.generate("sample", PROMPTS, SEEDS, sampler.evaluation_plan()).clean_latents
+    got = sample_latents(sampler, PROMPTS, SEEDS)
     assert sampler.forward.counts == {"sample": passes * STEPS}
     want = ltx2_latents(model, joined_latents(run("latent")))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
@@ -70,8 +64,8 @@ def test_latents_pixels_and_sound_equal_the_diffusers_pipeline(settings, passes,
     torch.testing.assert_close(model.decode_sound(got), played.audio, rtol=0, atol=1e-5)
     assert played.audio.std() > 0.01
     for i in range(2):
-        alone = sampler.generate("sample", PROMPTS[i : i + 1], SEEDS[i : i + 1], sampler.evaluation_plan())
-        torch.testing.assert_close(alone.clean_latents, got[i : i + 1], rtol=0, atol=1e-4)
+        alone = sample_latents(sampler, PROMPTS[i : i + 1], SEEDS[i : i + 1])
+        torch.testing.assert_close(alone, got[i : i + 1], rtol=0, atol=1e-4)
 
 
 def test_joined_streams_split_to_the_same_streams(model):
@@ -94,23 +88,12 @@ def test_sound_of_clips_is_encoded_as_by_the_audio_vae(model):
     sounds = draws.uniform(-0.5, 0.5, (2, 2, count)).astype(np.float32)
     filters = mel_filter_bank(513, config.mel_bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
     window = window_function(1024, "hann")
-    want = [
-        [
-            np.log(
-                spectrogram(
-                    channel.astype(np.float64),
-                    window,
-                    frame_length=1024,
-                    hop_length=config.mel_hop_length,
-                    power=1.0,
-                    mel_filters=filters,
-                    mel_floor=1e-5,
-                ).T
-            )
-            for channel in sound
-        ]
-        for sound in sounds
-    ]
+    options = {"frame_length": 1024, "hop_length": config.mel_hop_length, "power": 1.0, "mel_filters": filters}
+
+    def log_spectrogram(channel):
+        return np.log(spectrogram(channel.astype(np.float64), window, mel_floor=1e-5, **options).T)
+
+    want = [[log_spectrogram(channel) for channel in sound] for sound in sounds]
     mel = log_mel(torch.from_numpy(sounds), rate, config.mel_hop_length, config.mel_bins)
     torch.testing.assert_close(mel.double(), torch.tensor(np.array(want)), rtol=1e-4, atol=1e-4)
 
@@ -125,13 +108,6 @@ def test_sound_of_clips_is_encoded_as_by_the_audio_vae(model):
     mean, std = (x.view(z.shape[1], 1, z.shape[3]) for x in (net.latents_mean, net.latents_std))
     torch.testing.assert_close(parts["audio"], (z - mean) / std, rtol=1e-3, atol=1e-3)
     assert torch.equal(model.encode_uint8(clips[:1]), got[:1])
-
-
-def test_shapes_are_known_without_weights(model, tiny_pipelines):
-    meta = load_on_meta_device(tiny_pipelines("ltx2"), dtype=torch.float32, max_sequence_length=16)
-    assert meta.latent_shape(*SIZE) == model.latent_shape(*SIZE)
-    assert meta.sound_rate == model.sound_rate
-    assert meta.text_shapes() == {name: tuple(t.shape[1:]) for name, t in model.encode_text(["a cat"]).items()}
 
 
 def test_sizes_with_equally_many_elements_are_refused(tiny_pipelines):
@@ -162,8 +138,7 @@ def test_generated_files_have_the_sound(model, tiny_pipelines, tmp_path):
     argv += ["--height", "32", "--width", "64", "--frames", "5", "--steps", "2", "--guidance", "1"]
     assert main(["generate", *argv, "--out", str(tmp_path / "out")]) == 0
     sampler = make_sampler(model, guidance_scale=1.0, eval_steps=2)
-    latents = sampler.generate("sample", PROMPTS[:1], [3], sampler.evaluation_plan()).clean_latents
-    want = sampler.decode_sound(latents)[0]
+    want = sampler.decode_sound(sample_latents(sampler, PROMPTS[:1], [3]))[0]
     with av.open(str(tmp_path / "out" / "0000.mp4")) as container:
         stream = container.streams.audio[0]
         got = np.concatenate([frame.to_ndarray() for frame in container.decode(stream)], axis=1)

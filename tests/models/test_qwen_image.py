@@ -7,14 +7,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from families import CASES, EXACT, PROMPTS, load_reference_pipeline
+from families import CASES, EXACT, PROMPTS, create_prompts, load_reference_pipeline, make_sampler, sample_latents
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
-from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.qwen_image import EMBEDS, MASK, pack_latents, unpack_latents
-from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.types import Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -32,33 +28,12 @@ def pipeline(tiny_pipelines):
     return load_reference_pipeline(tiny_pipelines("qwen_image"), CASES["qwen_image"])
 
 
-def test_texts_of_unequal_lengths_share_a_batch(model):
-    """Padding has no effect: cached texts equal jointly encoded ones, and padded texts give the same velocity."""
-    together = model.encode_text([PROMPTS[0], LONG])
-    cached = TextCache(model).encode([PROMPTS[0], LONG])
-    torch.testing.assert_close(cached[EMBEDS], together[EMBEDS], **EXACT)
-    assert torch.equal(cached[MASK], together[MASK])
-    lengths = cached[MASK].sum(1).tolist()
-    assert lengths[0] < lengths[1] == cached[MASK].shape[1]
-    noise = torch.randn(1, *model.latent_shape(32, 48), generator=torch.Generator().manual_seed(0))
-    first = {name: tensor[:1] for name, tensor in cached.items()}
-    with torch.no_grad():
-        padded, alone = (model.denoise(noise, torch.tensor([0.7]), c) for c in (first, model.encode_text(PROMPTS[:1])))
-    torch.testing.assert_close(padded, alone, **EXACT)
-
-
 def test_halves_of_guidance_of_unequal_lengths_share_a_forward(model):
-    settings = SamplingRecipe(height=32, width=32, eval_steps=2, guidance_scale=4.0, guidance_batch="joint")
-    forward = CountingForward(model.denoise)
-    sampler = Sampler(
-        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows={"one": 2}
-    )
-    drawn = [
-        sampler.generate(name, [Prompt(id="long", text=LONG)], [1], sampler.evaluation_plan()).clean_latents
-        for name in ("one", "two")
-    ]
+    settings = {"eval_steps": 2, "guidance_scale": 4.0, "guidance_batch": "joint"}
+    sampler = make_sampler(model, max_joint_rows={"one": 2}, **settings)
+    drawn = [sample_latents(sampler, create_prompts(LONG), [1], name) for name in ("one", "two")]
     torch.testing.assert_close(*drawn, **EXACT)
-    assert forward.counts == {"one": 2, "two": 4}
+    assert sampler.forward.counts == {"one": 2, "two": 4}
 
 
 def test_the_grid_ends_at_its_terminal_and_the_shift_depends_on_the_size(model):
@@ -66,19 +41,6 @@ def test_the_grid_ends_at_its_terminal_and_the_shift_depends_on_the_size(model):
     assert float(model.sigmas(4, shape)[-2]) == pytest.approx(0.02, abs=1e-6)
     shift = math.exp(model.schedule_arguments(shape, 40)["mu"])
     assert model.flow_shift(SamplingRecipe(height=64, width=96)) == pytest.approx(shift)
-
-
-def test_guidance_keeps_the_norm_of_each_token(model):
-    cond, uncond = torch.randn(2, 2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
-    guided = model.combine_guidance(cond, uncond, 5.0)
-    torch.testing.assert_close(pack_latents(guided).norm(dim=-1), pack_latents(cond).norm(dim=-1))
-    torch.testing.assert_close(model.combine_guidance(cond, uncond, 1.0), cond)
-    assert torch.equal(unpack_latents(pack_latents(cond), 4, 6), cond)
-
-
-def test_tokens_are_those_that_the_pipeline_packs(model, pipeline):
-    latents = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(pack_latents(latents), pipeline._pack_latents(latents, 2, 4, 4, 6))
 
 
 def test_an_export_names_the_negative_prompt_without_which_there_is_no_guidance(tiny_pipelines, tmp_path):

@@ -18,16 +18,15 @@ from families import (
     copy_pipeline,
     load_reference_pipeline,
     load_tiny,
+    make_sampler,
     run_reference_pipeline,
+    sample_latents,
 )
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.meta_loading import load_on_meta_device
-from wfm_ds.models.assets.text_cache import EmbeddingLru, TextCache
+from wfm_ds.models.assets.text_cache import EmbeddingLru
 from wfm_ds.models.base import TextWithImages
 from wfm_ds.models.qwen_image import EMBEDS, MASK, unpack_latents
 from wfm_ds.models.qwen_image_edit import edit, edit_plus
-from wfm_ds.models.sampler import CountingForward, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import SOURCES, Prompt
 
 pytestmark = pytest.mark.slow
@@ -46,14 +45,6 @@ def create_prompts(names):
         )
         for text in TEXTS
     ]
-
-
-def create_sampler(model, **settings):
-    settings = SamplingRecipe(height=HEIGHT, width=WIDTH, eval_steps=3, guidance_scale=4.0, **settings)
-    forward = CountingForward(model.denoise)
-    return Sampler(
-        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows={"joint": 4}
-    )
 
 
 def run_diffusers(folder, family, prompts, grid):
@@ -87,11 +78,13 @@ def test_two_prompts_with_guidance_match_diffusers_and_single_samples(
     change_json(folder / "transformer" / "config.json", zero_cond_t=zero_cond_t)
     names = SOURCES[:num_sources]
     model = load_tiny(folder, family, inputs=names, source_size="stock")
-    prompts, sampler = create_prompts(names), create_sampler(model, guidance_batch="joint")
-    plan = sampler.evaluation_plan()
-    both = sampler.generate("separate", prompts, SEEDS, plan).clean_latents
-    joint = sampler.generate("joint", prompts, SEEDS, plan).clean_latents
-    alone = [sampler.generate("one", [p], [seed], plan).clean_latents for p, seed in zip(prompts, SEEDS, strict=True)]
+    settings = {"eval_steps": 3, "guidance_scale": 4.0, "guidance_batch": "joint"}
+    prompts, sampler = (
+        create_prompts(names),
+        make_sampler(model, (HEIGHT, WIDTH), max_joint_rows={"joint": 4}, **settings),
+    )
+    both, joint = (sample_latents(sampler, prompts, SEEDS, purpose) for purpose in ("separate", "joint"))
+    alone = [sample_latents(sampler, [p], [seed], "one") for p, seed in zip(prompts, SEEDS, strict=True)]
     grid = model.evaluation_sigmas(sampler.settings)
     torch.testing.assert_close(both, run_diffusers(folder, family, prompts, grid), **EXACT)
     torch.testing.assert_close(both, joint, **EXACT)
@@ -154,19 +147,6 @@ def test_the_processor_loads_without_torchvision_from_the_files_of_released_pipe
     (text,) = tiny.attach_images([TEXTS[0]], [create_prompts(["source"])[0].inputs])
     assert torch.equal(released.encode_text_with_images(text)[EMBEDS], tiny.encode_text_with_images(text)[EMBEDS])
     assert "processor" in tiny.text_folders()  # its files are part of the key of the text cache
-
-
-def test_the_model_without_weights_has_the_shapes_of_the_loaded_one(tiny_pipelines):
-    options = {"dtype": torch.float32, "inputs": ["source", "source_2"], "source_size": "stock"}
-    meta = load_on_meta_device(tiny_pipelines(PLUS), **options)
-    loaded = load_tiny(tiny_pipelines(PLUS), PLUS, **options)
-    shape = loaded.latent_shape(HEIGHT, WIDTH)
-    assert meta.text_shapes() == loaded.text_shapes()
-    assert meta.input_shapes(shape) == loaded.input_shapes(shape) == dict.fromkeys(SOURCES[:2], (4, 4, 8))
-    shapes = loaded.text_shapes() | loaded.input_shapes(shape)
-    conditioning = {name: torch.ones(2, *of_one, device="meta") for name, of_one in shapes.items()}
-    noise, sigma = torch.empty(2, *shape, device="meta"), torch.ones(2, device="meta")
-    assert meta.denoise(noise, sigma, conditioning).shape == noise.shape
 
 
 def test_bad_inputs_raise_one_sentence(tiny_pipelines, tmp_path):

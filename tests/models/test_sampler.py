@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import numpy as np
@@ -6,15 +5,14 @@ import pytest
 import torch
 
 from each_case import check_each
-from families import load_tiny
+from families import create_prompts, load_tiny, make_sampler, sample_latents
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import CountingForward, GuidanceConditioning, Sampler
-from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.models.sampler import CountingForward, GuidanceConditioning
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan
-from wfm_ds.types import ConditioningFrames, Prompt
+from wfm_ds.types import ConditioningFrames
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +20,15 @@ def model(tiny_pipelines):
     return load_tiny(tiny_pipelines("sd3"), "sd3")
 
 
-def sampler(model, forward=None, **settings):
-    settings = SamplingRecipe(**{"height": 32, "width": 32, **settings})
-    return Sampler(
-        model=model, text_cache=TextCache(model), settings=settings, forward=forward or CountingForward(model.denoise)
-    )
-
-
 @pytest.fixture(scope="module")
 def video_model(tiny_pipelines):
     return load_tiny(tiny_pipelines("cosmos25"), "cosmos25")
 
 
-def prompts(*texts, negative=None):
-    return [Prompt(id=str(i), text=text, negative_text=negative) for i, text in enumerate(texts)]
-
-
 def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
     forward = CountingForward(model.denoise)
-    drawn = sampler(model, forward, guidance_scale=2.5, eval_steps=3)
-    plan = drawn.evaluation_plan()
-    got = drawn.generate("rollout", prompts("a red circle", "a cat"), [3, 4], plan).clean_latents
+    drawn = make_sampler(model, forward=forward, guidance_scale=2.5, eval_steps=3)
+    got = sample_latents(drawn, create_prompts("a red circle", "a cat"), [3, 4], "rollout")
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(s)) for s in (3, 4)])
     texts, nothing = TextCache(model).encode(["a red circle", "a cat"]), TextCache(model).encode(["", ""])
 
@@ -59,7 +45,7 @@ def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
 
 def test_gradient_flows_through_the_conditional_half_only(model):
     weight = torch.ones(1, requires_grad=True)
-    drawn = sampler(model, lambda purpose, x, *_: weight * x, guidance_scale=3)
+    drawn = make_sampler(model, forward=lambda purpose, x, *_: weight * x, guidance_scale=3)
     got = drawn.predict_velocity("policy", torch.ones(1, 2), torch.ones(1), GuidanceConditioning({}, {}), 0)
     (gradient,) = torch.autograd.grad(got.sum(), weight)
     assert gradient.item() == 3 * 2
@@ -73,9 +59,9 @@ def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
         return forward(purpose, latents, *rest)
 
     def clean(purpose, texts, rows=None):
-        drawn = sampler(model, noted, guidance_scale=2.5, eval_steps=3)
-        drawn = dataclasses.replace(drawn, max_joint_rows={} if rows is None else {"validation": rows})
-        return drawn.generate(purpose, prompts(*texts), [3, 4, 5][: len(texts)], drawn.evaluation_plan()).clean_latents
+        joint = {} if rows is None else {"validation": rows}
+        drawn = make_sampler(model, forward=noted, max_joint_rows=joint, guidance_scale=2.5, eval_steps=3)
+        return sample_latents(drawn, create_prompts(*texts), [3, 4, 5][: len(texts)], purpose)
 
     two, three = ["a red circle", "a cat"], ["a red circle", "a cat", "a dog"]
     want = clean("validation", two)
@@ -103,9 +89,9 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
         asked.append(arguments[3])
         return model.denoise(*arguments[:4])
 
-    drawn = sampler(model, forward, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
+    drawn = make_sampler(model, forward=forward, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
     sigmas = model.sigmas(6, drawn.latent_shape)[:-1]
-    drawn.generate("rollout", prompts("a cat"), [3], drawn.evaluation_plan())
+    sample_latents(drawn, create_prompts("a cat"), [3])
     experts = [model.select_expert(float(sigma)) for sigma in sigmas]
     assert asked == [expert for expert in experts for _ in range(2 if expert == 0 else 1)]
     assert 0 < experts.count(0) < 6
@@ -113,28 +99,28 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
 
 
 def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
-    two = [*prompts("x", negative="a blue square"), *prompts("x")]
+    two = [*create_prompts("x", negative_text="a blue square"), *create_prompts("x")]
     for recipes_own, second in ((None, ""), ("a cat", "a cat")):
-        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).encode_conditioning(two).negative
+        got = make_sampler(model, guidance_scale=3, negative_prompt=recipes_own).encode_conditioning(two).negative
         want = TextCache(model).encode(["a blue square", second])
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert sampler(model).encode_conditioning(two).negative is None
+    assert make_sampler(model).encode_conditioning(two).negative is None
 
 
 def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
     """SANA's instruction is prepended to prompts but not to negative prompts."""
     sana = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
-    got = sampler(sana, guidance_scale=3).encode_conditioning(prompts("x", negative="a cat")).negative
+    got = make_sampler(sana, guidance_scale=3).encode_conditioning(create_prompts("x", negative_text="a cat")).negative
     for name, tensor in sana.encode_negative_text(["a cat"]).items():
         torch.testing.assert_close(got[name], tensor)
     assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
 
 
 def test_non_finite_latents_are_grey_and_named(model):
-    latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
-    whole, _ = sampler(model).decode_to_uint8(latents)
+    latents = torch.randn(3, *make_sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
+    whole, _ = make_sampler(model).decode_to_uint8(latents)
     latents[1, 0, 0, 0] = float("nan")
-    media, finite = sampler(model).decode_to_uint8(latents)
+    media, finite = make_sampler(model).decode_to_uint8(latents)
     assert finite == [True, False, True]
     assert np.array_equal(media[1], model.to_uint8(model.decode_latents(torch.zeros_like(latents[:1])))[0])
     assert np.array_equal(media[[0, 2]], whole[[0, 2]])
@@ -142,9 +128,9 @@ def test_non_finite_latents_are_grey_and_named(model):
 
 def test_images_are_decoded_one_after_the_other(model):
     """In float32 the decoder needs gigabytes per image, more than the denoiser needs for the whole batch."""
-    latents, sizes = torch.randn(3, *sampler(model).latent_shape), []
+    latents, sizes = torch.randn(3, *make_sampler(model).latent_shape), []
     with model.pipeline.vae.decoder.register_forward_hook(lambda module, args, result: sizes.append(len(args[0]))):
-        media, _ = sampler(model).decode_to_uint8(latents)
+        media, _ = make_sampler(model).decode_to_uint8(latents)
     assert sizes == [1, 1, 1]
     assert media.shape == (3, 32, 32, 3)
 
@@ -158,7 +144,7 @@ def test_on_a_gpu_images_are_decoded_in_batches_of_limited_size(tiny_pipelines, 
     model = registry.load_model(
         tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype)
     )
-    drawn = sampler(model, height=size, width=size)
+    drawn = make_sampler(model, (size, size))
     shape = drawn.latent_shape
     assert (drawn.decode_batch_size(shape), model.encode_batch_size(torch.empty(9, 3, size, size, device="meta"))) == (
         1,
@@ -170,15 +156,15 @@ def test_on_a_gpu_images_are_decoded_in_batches_of_limited_size(tiny_pipelines, 
 
 
 def test_batched_decoding_equals_single_decoding(model):
-    latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(3, *make_sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
     together = model.to_uint8(model.decode_latents(latents)).astype(int)
-    assert np.abs(together - sampler(model).decode_to_uint8(latents)[0]).max() <= 1
+    assert np.abs(together - make_sampler(model).decode_to_uint8(latents)[0]).max() <= 1
 
 
 @pytest.mark.parametrize(("num_frames", "latent_frames"), [(5, 2), (1, 1)])
 def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, latent_frames):
     model = load_tiny(tiny_pipelines("wan21"), "wan21")
-    drawn = sampler(model, num_frames=num_frames)
+    drawn = make_sampler(model, num_frames=num_frames)
     latents = torch.randn(3, *drawn.latent_shape, generator=torch.Generator().manual_seed(0))
     assert latents.shape[2] == latent_frames
     media, finite = drawn.decode_to_uint8(latents)
@@ -190,7 +176,7 @@ def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, 
 @pytest.mark.parametrize(("size", "batches"), [({}, [5]), ({"height": 256, "width": 256}, [4, 1])])
 def test_small_videos_are_decoded_in_batches_of_limited_size(video_model, size, batches):
     """The VAE decodes 4 frames at a time; 4 videos * 4 frames * 256 * 256 pixels equal one 1024 x 1024 image."""
-    drawn, seen = sampler(video_model, num_frames=9, **size), []
+    drawn, seen = make_sampler(video_model, num_frames=9, **size), []
     assert vae.frames_per_decode(video_model.pipeline.vae, 9) == 4
     shape = drawn.latent_shape
     assert [len(part) for part in torch.zeros(5, *shape).split(drawn.decode_batch_size(shape))] == batches
@@ -213,20 +199,24 @@ def test_cached_latents_of_a_video_do_not_depend_on_the_batch(video_model):
 @check_each("plan", ["ode", "edm"])
 @check_each("guidance_scale", [1.0, 2.5])
 def test_samples_start_with_the_conditioning_frames(video_model, plan, guidance_scale):
-    drawn = sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
+    drawn = make_sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
     churn = Churn.from_settings(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
     steps = drawn.evaluation_plan() if plan == "ode" else make_edm_plan("edm_2ab", 3, churn)
     latents = torch.randn((2, *drawn.latent_shape), generator=torch.Generator().manual_seed(0))
     conditional_frames = ConditioningFrames(latents, torch.tensor([1, 2]))
     got = drawn.generate(
-        "rollout", prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames
+        "rollout", create_prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames
     ).clean_latents
     torch.testing.assert_close(got[0, :, :1], latents[0, :, :1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[1, :, :2], latents[1, :, :2], rtol=0, atol=1e-5)
     assert (got[0, :, 1:] - latents[0, :, 1:]).abs().max() > 0.1
     alone = drawn.generate(
-        "rollout", prompts("a"), [3], steps, conditional_frames=ConditioningFrames(latents[:1], torch.tensor([1]))
+        "rollout",
+        create_prompts("a"),
+        [3],
+        steps,
+        conditional_frames=ConditioningFrames(latents[:1], torch.tensor([1])),
     ).clean_latents
     torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
-    free = drawn.generate("rollout", prompts("a"), [3], steps).clean_latents
+    free = drawn.generate("rollout", create_prompts("a"), [3], steps).clean_latents
     assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # the conditioning frames change the other frames

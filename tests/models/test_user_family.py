@@ -64,7 +64,10 @@ def test_the_page_s_case_and_larger_weights_make_the_checks_of_packed_tokens_pas
         assert main(words) == outcome
         failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
         assert len(failed) == outcome
-        assert all("two prompts differ by only" in line and "use larger random weights" in line for line in failed)
+        assert all(
+            "the pixels of two prompts differ by only" in line and "use larger random weights" in line
+            for line in failed
+        )
 
 
 def test_a_pipeline_of_a_user_family_is_refused_without_the_family_name(folder):

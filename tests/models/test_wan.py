@@ -12,11 +12,8 @@ from families import (
     EXACT,
     PROMPTS,
     copy_pipeline,
-    denoise_latents,
-    load_reference_pipeline,
     load_tiny,
     record_calls,
-    run_reference_pipeline,
 )
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import add_clean_frames
@@ -104,19 +101,6 @@ def test_a_batch_of_both_experts_is_refused(load):
     model, noise = load("wan22"), noise_for(load("wan22"), "wan22")
     with pytest.raises(ValueError, match="all of sigma must belong to one expert"):
         model.denoise(noise, torch.tensor([0.9, 0.8]), model.encode_text(PROMPTS))
-
-
-def test_each_expert_has_its_own_guidance_scale_in_the_stock_pipeline(load, tiny_pipelines):
-    model, case = load("wan22"), CASES["wan22"]
-    noise, grid = noise_for(model, "wan22"), load("wan22").sigmas(5, (4, 2, 4, 6))
-    assert {model.select_expert(s) for s in grid[:-1].tolist()} == {0, 1}
-    call = {**model.pipeline_call_kwargs(4.0, *case.size), "guidance_scale_2": 2.5, "latents": noise}
-    want = run_reference_pipeline(load_reference_pipeline(tiny_pipelines("wan22"), case), case, grid, **call)
-    contrast = model.encode_text(["", ""])
-    scales = {0: 4.0, 1: 2.5}
-    options = {"solver": "ode", "guidance_scale": scales, "uncond": contrast}
-    got = denoise_latents(model, noise, model.encode_text(PROMPTS), grid, **options)
-    torch.testing.assert_close(got, want, **EXACT)
 
 
 def test_the_denoiser_contains_both_experts_and_the_rest_is_frozen(load):

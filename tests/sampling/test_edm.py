@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
+from velocities import gaussian, wavy
 from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
-from wfm_ds.sampling.edm import INITIAL_CHURN, Churn, EdmStep, karras_levels, make_edm_plan, step_noise
+from wfm_ds.sampling.denoise import step_noise_seeds
+from wfm_ds.sampling.edm import INITIAL_CHURN, Churn, EdmStep, karras_levels, make_edm_plan
+from wfm_ds.sampling.latents import draw_device_normal
 
 FP64 = torch.float64
 HIGHEST = 200.0
@@ -20,20 +23,6 @@ def churn(num_steps, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0):
 
 def plan(num_steps, solver="edm_2ab", stored=(), **keys):
     return make_edm_plan(solver, num_steps, churn(num_steps, **keys), stored_steps=stored)
-
-
-def wavy(x, sigma):
-    return torch.sin(3 * x) + sigma * x - 0.3
-
-
-def gaussian(mean, std):
-    """Return the exact velocity of data N(mean, std^2)."""
-
-    def velocity(x, sigma):
-        spread = (1 - sigma) ** 2 * std**2 + sigma**2
-        return (sigma - (1 - sigma) * std**2) / spread * (x - (1 - sigma) * mean) - mean
-
-    return velocity
 
 
 def normal(*shape, seed=0):
@@ -98,6 +87,10 @@ def test_euler_without_churn_is_the_flows_euler_at_the_same_levels():
     want = x - sigmas[-1] * wavy(x, sigmas[-1])
     got = plan(12, "edm_euler", s_churn=0).denoise(wavy, xi, [1, 2])
     torch.testing.assert_close(got.clean_latents, want, rtol=1e-10, atol=1e-10)
+
+
+def step_noise(seeds, step, like):
+    return draw_device_normal(step_noise_seeds(seeds, step), like)
 
 
 def test_every_stored_state_is_the_step_before_it_plus_its_noise():

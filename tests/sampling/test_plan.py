@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from each_case import check_each
+from velocities import gaussian, grid, shift_three, wavy
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
 from wfm_ds.sampling.denoise import step_noise_seeds
-from wfm_ds.sampling.plan import all_trainable_steps, apply_shift, deterministic_plan, stochastic_plan, trainable_steps
+from wfm_ds.sampling.plan import all_trainable_steps, deterministic_plan, stochastic_plan, trainable_steps
 from wfm_kernels import reference, sde_log_prob
 from wfm_kernels.torch_backend import normal_noise
 
@@ -21,18 +22,6 @@ FP64 = torch.float64
 SHIFT_3 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
 LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
 SHAPE = (2, 3, 4, 5)
-
-
-def grid(*values):
-    return torch.tensor(values, dtype=FP64)
-
-
-def shift_three(num_steps):
-    return apply_shift(torch.linspace(1, 0, num_steps + 1, dtype=FP64), 3.0)
-
-
-def wavy(x, sigma):
-    return torch.sin(3 * x) + sigma * x - 0.3
 
 
 def start(shape=SHAPE, seed=0):
@@ -133,16 +122,6 @@ def test_a_sample_depends_only_on_its_seed(solver):
 
 def test_noise_differs_by_step():
     assert len({int(step_noise_seeds([5], k)) for k in range(100)}) == 100
-
-
-def gaussian(mean, std):
-    """Return the exact velocity of data N(mean, std^2)."""
-
-    def velocity(x, sigma):
-        spread = (1 - sigma) ** 2 * std**2 + sigma**2
-        return (sigma - (1 - sigma) * std**2) / spread * (x - (1 - sigma) * mean) - mean
-
-    return velocity
 
 
 @pytest.mark.parametrize("solver", ["flow_sde", "dance"])

@@ -6,11 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
+from velocities import grid
 from wfm_ds.sampling.plan import apply_shift, invert_shift, solver_steps
-
-
-def grid(*values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @given(st.floats(1e-6, 1 - 1e-6), st.floats(0.2, 12))
@@ -27,11 +24,7 @@ def test_shift_keeps_the_ends():
 
 def test_euler_steps_follow_the_grid():
     steps = solver_steps("ode", grid(1.0, 0.75, 0.5, 0.0))
-    assert [(s.sigma, s.sigma_next, s.correction) for s in steps] == [
-        (1.0, 0.75, 0.0),
-        (0.75, 0.5, 0.0),
-        (0.5, 0.0, 0.0),
-    ]
+    assert [(s.sigma, s.sigma_next, s.correction) for s in steps] == [(1.0, 0.75, 0), (0.75, 0.5, 0), (0.5, 0.0, 0)]
 
 
 def test_dpm2_is_first_order_where_the_step_before_or_the_step_itself_has_no_finite_log_snr():

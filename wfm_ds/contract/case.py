@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import torch
@@ -13,11 +13,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from wfm_ds.models.assets.loading import hide_progress_bars, read_json, resolve_pipeline_class
+from wfm_ds.models.base import DiffusionModel
 from wfm_ds.sampling.plan import deterministic_plan
-
-if TYPE_CHECKING:
-    from wfm_ds.models.base import DiffusionModel
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 PROMPTS = ["a red circle on white", "the digit 7"]
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wfm_ds.contract import (
-    denoiser_checks,
-    export_checks,
-    input_checks,
-    pixel_checks,
-    sampling_checks,
-    text_image_checks,
-)
+from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
 from wfm_ds.contract.family_under_test import CheckFailed, CheckNotApplicable, FamilyUnderTest
 
 Check = Callable[[FamilyUnderTest], None]
@@ -42,8 +35,8 @@ CHECKS: tuple[Check, ...] = (
     input_checks.check_inputs_in_both_guidance_halves,
     input_checks.check_inputs_match_reference,
     input_checks.check_missing_inputs,
-    text_image_checks.check_images_change_embeddings,
-    text_image_checks.check_text_cache_with_images,
+    input_checks.check_images_change_embeddings,
+    input_checks.check_text_cache_with_images,
     denoiser_checks.check_block_classes,
     denoiser_checks.check_lora_and_checkpointing,
     denoiser_checks.check_unused_parameters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -14,12 +14,9 @@ from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, requ
 from wfm_ds.contract.pixel_checks import require_value_error
 from wfm_ds.engine.adapter_layers import match_linear_layers, peft_targets
 from wfm_ds.engine.checkpointing import enable_checkpointing
-from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.base import DiffusionModel, temporary_seed
 from wfm_ds.models.conditioning_frames import MASK_KEY
 from wfm_ds.recipe.shared_defaults import Checkpointing
-
-if TYPE_CHECKING:
-    from wfm_ds.models.base import DiffusionModel
 
 MAX_NAMES_SHOWN = 3  # maximum number of parameter names in a message
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,9 @@ from wfm_ds.contract.case import (
     run_reference_pipeline,
 )
 from wfm_ds.models import registry
-from wfm_ds.models.base import NegativeText, TextWithImages
+from wfm_ds.models.base import DiffusionModel, NegativeText, TextWithImages
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.types import FIRST_FRAME
-
-if TYPE_CHECKING:
-    from wfm_ds.models.base import DiffusionModel
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import FIRST_FRAME, Conditioning
 
 SEEDS = [11, 12]
 NO_CASE_INPUTS = "the family has inputs: set `inputs` of the case to the arrays of two samples"
@@ -60,6 +56,14 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
         raise CheckFailed(f"{description}: values differ by up to {difference:.2g}, allowed: {atol:g}")
 
 
+def require_effect(description: str, one: Tensor, other: Tensor, least: float) -> None:
+    """Raise CheckFailed unless two tensors differ by more than `least`. description: what makes them differ."""
+    difference = float((one - other).abs().max())
+    fail_unless(
+        difference > least, f"{description} by only {difference:.1g}, not more than {least:g}; {LARGER_WEIGHTS}"
+    )
+
+
 @dataclass(frozen=True)
 class FamilyUnderTest:
     """A tiny pipeline folder, the family to test with it, and the settings of the checks."""
@@ -81,8 +85,15 @@ class FamilyUnderTest:
 
     @cached_property
     def model_with_inputs(self) -> DiffusionModel:
-        """The model, loaded with all inputs of the case."""
-        return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
+        """The model, loaded with all inputs of the case. Raises CheckNotApplicable if the family has no inputs."""
+        specs = self.model.input_specs
+        if not specs:
+            raise CheckNotApplicable("the family has no inputs")
+        fail_unless(self.case.inputs is not None, NO_CASE_INPUTS)
+        names = {name for row in self.sample_inputs() for name in row}
+        unknown = sorted(names - specs.keys())
+        fail_unless(not unknown, f"the case has inputs {unknown}, but input_specs has {sorted(specs)}")
+        return self.load_model(inputs=sorted(names))
 
     def sample_inputs(self) -> list[SampleInputs]:
         """Return {input name: array} for each of two samples, or [] if the case has no inputs."""
@@ -130,13 +141,9 @@ class FamilyUnderTest:
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
         """Return (noise, sigma, conditioning) for `denoise`, different for each sample."""
-        num_frames = (
-            (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
-            if model.supports_clean_frames
-            else (0, 0)
-        )
+        counts = model.conditioning_frame_counts if model.supports_clean_frames else (0,)
         texts = self.encode_texts(model, PROMPTS[:count])
-        conditioning = texts | self.encode_required_inputs(model, count, num_frames)
+        conditioning = texts | self.encode_required_inputs(model, count, (min(counts), max(counts)))
         noise = model.draw_noise(SEEDS[:count], model.latent_shape(*self.size))
         return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
@@ -190,11 +197,8 @@ class FamilyUnderTest:
         """
         required = self.list_required_inputs(model)
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
-        rows = (
-            [{name: row[name] for name in required} for row in self.sample_inputs()[:count]]
-            if required
-            else [{}] * count
-        )
+        samples = self.sample_inputs() if required else [{}] * count
+        rows = [{name: row[name] for name in required} for row in samples[:count]]
         conditioning = self.encode_inputs(model, rows, self.first_frames)
         fewest = min(model.conditioning_frame_counts) if model.supports_clean_frames else 0
         counts = [fewest] * count if num_frames is None else num_frames[:count]
@@ -227,10 +231,9 @@ class FamilyUnderTest:
             call["guider"] = guider
         if not self.model.uses_clean_frames:
             call["image"] = [Image.fromarray(frame) for frame in self.first_frames]
-        required = (
-            {} if self.case.required_call_kwargs is None else self.case.required_call_kwargs(self.random_pixels())
-        )
-        return {**call, **required, **more}
+        if self.case.required_call_kwargs is not None:
+            call |= self.case.required_call_kwargs(self.random_pixels())
+        return {**call, **more}
 
     def sample_latents(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Sample latents for PROMPTS and SEEDS with the wfm_ds sampling loop, without guidance."""

@@ -1,44 +1,40 @@
-"""Checks of a family's inputs other than text and conditioning frames."""
+"""Checks of a family's inputs other than text and conditioning frames, and of text encoders that see images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from wfm_ds.contract.case import PROMPTS, denoise_latents
+from wfm_ds.contract.case import PROMPTS, SampleInputs, denoise_latents
 from wfm_ds.contract.family_under_test import (
-    LARGER_WEIGHTS,
     NO_CASE_INPUTS,
     SEEDS,
     CheckNotApplicable,
     FamilyUnderTest,
     fail_unless,
     require_close,
+    require_effect,
 )
 from wfm_ds.contract.pixel_checks import require_value_error
+from wfm_ds.models.assets.text_cache import Text, TextCache
+from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.sampling.latents import draw_cpu_normal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from wfm_ds.contract.case import SampleInputs
-    from wfm_ds.models.base import DiffusionModel
-    from wfm_ds.types import Conditioning
+from wfm_ds.storage.tensor_store import TensorStore
+from wfm_ds.types import Conditioning
 
 MIN_INPUT_EFFECT = 1e-3  # minimum change of velocities, which have magnitude 1
+MIN_IMAGE_EFFECT = 1e-3  # minimum change of embeddings, which have magnitude 1
 
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
     """Check that two samples get different velocities if they differ only in their inputs."""
-    one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
-    difference = float((one - other).abs().max())
-    fail_unless(
-        difference > MIN_INPUT_EFFECT,
-        f"different inputs change the velocity by only {difference:.1g}; {LARGER_WEIGHTS}",
-    )
+    velocities = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
+    require_effect("different inputs change the velocity", *velocities, MIN_INPUT_EFFECT)
 
 
 def check_swapped_inputs(subject: FamilyUnderTest) -> None:
@@ -53,7 +49,7 @@ def check_swapped_inputs(subject: FamilyUnderTest) -> None:
 
 def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
     """Check that denoising two samples with different inputs in one batch equals denoising each sample alone."""
-    model, case = _load_model(subject), subject.case
+    model, case = subject.model_with_inputs, subject.case
     latents, sigma, text = _call_arguments(subject)
     inputs = _encode_all_inputs(subject)
     with torch.no_grad():
@@ -71,7 +67,7 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
 
     One forward pass for conditional and unconditional prediction must give the same velocities as two passes.
     """
-    model, case = _load_model(subject), subject.case
+    model, case = subject.model_with_inputs, subject.case
     latents, sigma, text = _call_arguments(subject)
     negative, inputs = subject.encode_negative_prompt(model), _encode_all_inputs(subject)
     with torch.no_grad():
@@ -83,17 +79,13 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
         both = model.stack_conditioning([text | inputs, negative | inputs])
         joint = model.denoise(torch.cat([latents] * 2), torch.cat([sigma] * 2), both)
     if without is not None:
-        difference = float((halves[1] - without).abs().max())
-        fail_unless(
-            difference > MIN_INPUT_EFFECT,
-            f"inputs change the negative half of guidance by only {difference:.1g}; {LARGER_WEIGHTS}",
-        )
+        require_effect("inputs change the negative half of guidance", halves[1], without, MIN_INPUT_EFFECT)
     require_close("the two halves of guidance in one forward pass", joint, torch.cat(halves), case.tolerance)
 
 
 def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
     """Check that the wfm_ds sampling loop and diffusers generate the same latents from the same inputs."""
-    model, case = _load_model(subject), subject.case
+    model, case = subject.model_with_inputs, subject.case
     reference = case.reference_inputs
     if reference is None:
         raise CheckNotApplicable("the case has no reference_inputs")
@@ -115,7 +107,7 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
 
 def check_missing_inputs(subject: FamilyUnderTest) -> None:
     """Check that a sample without optional inputs is accepted, and that a missing required input raises ValueError."""
-    model = _load_model(subject)
+    model = subject.model_with_inputs
     rows = subject.sample_inputs()
     for name in subject.list_required_inputs(model):
         without = [{key: array for key, array in row.items() if key != name} for row in rows]
@@ -125,19 +117,34 @@ def check_missing_inputs(subject: FamilyUnderTest) -> None:
     fail_unless(bool(velocity.isfinite().all()), "the velocity is not finite without the optional inputs")
 
 
-def _load_model(subject: FamilyUnderTest) -> DiffusionModel:
-    """Load the model with all inputs of the case. Raises CheckNotApplicable if the family has no input_specs."""
-    if not subject.model.input_specs:
-        raise CheckNotApplicable("the family has no inputs")
-    fail_unless(subject.case.inputs is not None, NO_CASE_INPUTS)
-    names = {name for row in subject.sample_inputs() for name in row}
-    unknown = sorted(names - subject.model.input_specs.keys())
-    fail_unless(not unknown, f"the case has inputs {unknown}, but input_specs has {sorted(subject.model.input_specs)}")
-    return subject.model_with_inputs
+def check_images_change_embeddings(subject: FamilyUnderTest) -> None:
+    """Check that a prompt and a negative prompt have different embeddings for two samples with different images."""
+    for text in _list_texts(subject):
+        one, other = (_encode_alone(subject, text, sample) for sample in (0, 1))
+        name = max(one, key=lambda key: one[key].ndim)  # the embedding, not its mask
+        if one[name].shape == other[name].shape:
+            require_effect(f"other images change the embedding of {text}", one[name], other[name], MIN_IMAGE_EFFECT)
+
+
+def check_text_cache_with_images(subject: FamilyUnderTest) -> None:
+    """Check that the text cache, in memory and on disk, returns the embedding of each text with its own images.
+
+    Swapping the images of two samples must swap their embeddings.
+    """
+    texts = [(text, sample) for text in _list_texts(subject) for sample in (0, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):  # the second cache reads the embeddings from the disk
+            cache = TextCache(subject.model_with_inputs, store=TensorStore(Path(folder)))
+            for order in (texts, texts[::-1]):  # the second time, the embeddings are in memory
+                got = cache.encode([_attach_images(subject, text, sample) for text, sample in order])
+                rows = [_encode_alone(subject, *item) for item in order]
+                want = subject.model_with_inputs.stack_conditioning(rows)
+                for name, tensor in want.items():
+                    require_close(f"the cached {name} of texts with images", got[name], tensor, subject.case.tolerance)
 
 
 def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
-    model = _load_model(subject)
+    model = subject.model_with_inputs
     inputs = _encode_rows(subject, model, subject.sample_inputs())
     unknown = sorted(inputs.keys() - model.optional_conditioning_keys)
     message = (
@@ -149,14 +156,14 @@ def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
 
 def _call_arguments(subject: FamilyUnderTest) -> tuple[Tensor, Tensor, Conditioning]:
     """Return (noise, sigma, conditioning) of two samples without optional inputs."""
-    model = _load_model(subject)
+    model = subject.model_with_inputs
     text = subject.encode_prompts(model, PROMPTS)
     return subject.initial_noise(), torch.tensor(subject.case.sigmas[0]), text
 
 
 def _encode_identical_texts(subject: FamilyUnderTest) -> Conditioning:
     """Return the conditioning of two samples that have the same text, required inputs and conditioning frames."""
-    model = _load_model(subject)
+    model = subject.model_with_inputs
     text = subject.encode_prompts(model, [PROMPTS[0]] * 2)
     return {name: tensor[:1].expand_as(tensor) for name, tensor in text.items()}
 
@@ -165,7 +172,7 @@ def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> T
     noise = subject.initial_noise(1)
     sigma = torch.full((2,), subject.case.sigmas[0][0])
     with torch.no_grad():
-        return _load_model(subject).denoise(noise.repeat(2, *[1] * (noise.ndim - 1)), sigma, conditioning)
+        return subject.model_with_inputs.denoise(noise.repeat(2, *[1] * (noise.ndim - 1)), sigma, conditioning)
 
 
 def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence[SampleInputs]) -> Conditioning:
@@ -174,3 +181,22 @@ def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence
 
 def _create_generator(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
+
+
+def _list_texts(subject: FamilyUnderTest) -> Sequence[str | NegativeText]:
+    if not subject.model.text_inputs:
+        raise CheckNotApplicable("the text encoder sees no images")
+    fail_unless(subject.case.inputs is not None, NO_CASE_INPUTS)
+    return PROMPTS[0], NegativeText(PROMPTS[0])
+
+
+def _attach_images(subject: FamilyUnderTest, text: str | NegativeText, sample: int) -> Text:
+    (attached,) = subject.model_with_inputs.attach_images([text], [subject.sample_inputs()[sample]])
+    return attached
+
+
+def _encode_alone(subject: FamilyUnderTest, text: str | NegativeText, sample: int) -> Conditioning:
+    prompt, is_negative = (text.text, True) if isinstance(text, NegativeText) else (text, False)
+    return subject.encode_texts(
+        subject.model_with_inputs, [prompt], [subject.sample_inputs()[sample]], negative=is_negative
+    )

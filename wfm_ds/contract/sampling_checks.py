@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents, run_reference_pipeline
 from wfm_ds.contract.family_under_test import (
-    LARGER_WEIGHTS,
     CheckNotApplicable,
     FamilyUnderTest,
     fail_unless,
     require_close,
+    require_effect,
 )
 from wfm_ds.errors import ModelError
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe.sampling import SamplingRecipe
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 GUIDANCE_SCALE = 4.0
 MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels in [0, 1]
@@ -50,11 +46,8 @@ def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> No
         subject.reference_latents(subject.load_reference_pipeline(), grid, **call),
         subject.case.tolerance,
     )
-    difference = float((got - subject.sample_latents(subject.model, 5)).abs().max())
-    fail_unless(
-        difference > 10 * subject.case.tolerance,
-        f"doubling the embedded guidance changes the latents by only {difference:.1g}; {LARGER_WEIGHTS}",
-    )
+    default = subject.sample_latents(subject.model, 5)
+    require_effect("doubling the embedded guidance changes the latents", got, default, 10 * subject.case.tolerance)
 
 
 def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
@@ -138,12 +131,7 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
     text = subject.encode_texts(model, PROMPTS, subject.sample_inputs()[:1] * 2)
     conditioning = text | _repeat_rows(subject.encode_required_inputs(model, 1), 2)
     latents = denoise_latents(model, noise, conditioning, model.sigmas(2, subject.latent_shape), solver="ode")
-    one, other = model.decode_latents(latents)
-    difference = float((one - other).abs().max())
-    fail_unless(
-        difference > MIN_PROMPT_EFFECT,
-        f"two prompts differ by only {difference:.1g} in pixels, less than {MIN_PROMPT_EFFECT:g}; {LARGER_WEIGHTS}",
-    )
+    require_effect("the pixels of two prompts differ", *model.decode_latents(latents), MIN_PROMPT_EFFECT)
 
 
 def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
@@ -175,8 +163,6 @@ def check_conditioning_frames(subject: FamilyUnderTest) -> None:
         got = denoise_latents(model, noise, conditioning, grid, solver="ode")
         require_close(f"the latents with {count} conditioning frames", got, want, case.tolerance)
         require_close(f"the {count} conditioning frames", got[:, :, :count], latents[:, :, :count], case.tolerance)
-        unconditioned = denoise_latents(model, noise, text, grid, solver="ode")
-        effect = float((got - unconditioned)[:, :, count:].abs().max())
-        fail_unless(
-            effect > 1e-3, f"{count} conditioning frames change the other frames by only {effect:.1g}; {LARGER_WEIGHTS}"
-        )
+        free = denoise_latents(model, noise, text, grid, solver="ode")
+        others = (latents[:, :, count:] for latents in (got, free))
+        require_effect(f"{count} conditioning frames change the other frames", *others, 1e-3)

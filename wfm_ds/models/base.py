@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows
+from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.lora_layer_names import LoraLayerName
 from wfm_ds.models.noise_schedule import SIGMA_ERROR, NoiseSchedule
 from wfm_ds.models.source_images import SourceImages, SourceSize, digest_pixels
-from wfm_ds.recipe.sampling import GuidanceRecipe
+from wfm_ds.recipe.sampling import GuidanceRecipe, SamplingRecipe
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 from wfm_ds.sampling.latents import draw_cpu_normal
-
-if TYPE_CHECKING:
-    from wfm_ds.models.assets.guardrail import Guardrail
-    from wfm_ds.models.input_specs import InputSpec
-    from wfm_ds.models.lora_layer_names import LoraLayerName
-    from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 
 @dataclass(frozen=True, slots=True)

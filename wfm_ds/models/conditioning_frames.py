@@ -7,17 +7,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from wfm_ds.sampling.latents import free_frame_mask
-from wfm_ds.types import ConditioningFrames
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning, ConditioningFrames
 
 LATENTS_KEY, MASK_KEY = "conditional_latents", "conditional_mask"
 CONDITIONING_FRAME_KEYS = frozenset({LATENTS_KEY, MASK_KEY})

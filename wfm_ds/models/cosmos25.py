@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,7 @@ from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_layers
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
 from wfm_ds.pinned_memory import copy_to_device
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 ACTIONS = "actions"
 CONDITIONING_FRAME_SIGMA = 1e-4  # sigma of conditioning frames: conditional_frame_timestep of the pipeline

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,8 @@ from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.lora_layer_names import TEXT_ATTENTION_LAYERS
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_latent_frames, require_multiples
+from wfm_ds.types import Conditioning
 from wfm_ds.ulysses.cosmos3 import token_grid
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
 
 TEXT_KEYS = ("text_keys", "text_values", "text_mask")
 ASSUMED_TEXT_TOKENS = 512  # text length for memory estimates, because the pipeline does not truncate text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,11 +24,8 @@ from wfm_ds.models.assets.loading import read_call_json, read_json, translate_lo
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.source_images import create_source_specs, list_image_latents
-from wfm_ds.types import SOURCES
-
-if TYPE_CHECKING:
-    from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.types import Conditioning
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import SOURCES, Conditioning
 
 PATCH_SIZE = 2  # VAE latents along each side of a patch
 

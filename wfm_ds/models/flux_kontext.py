@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,7 @@ from wfm_ds.models.flux2 import DOUBLE_ATTENTION_NAMES, DOUBLE_BLOCK, SINGLE_BLO
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.qwen_image import NEGATIVE_PROMPT_KEY, PATCH_SIZE, count_tokens, pack_latents, unpack_latents
 from wfm_ds.models.source_images import create_source_specs, list_image_latents
-from wfm_ds.types import SOURCE
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import SOURCE, Conditioning
 
 EMBEDS, POOLED = "prompt_embeds", "pooled_prompt_embeds"
 LORA_NAMES = (

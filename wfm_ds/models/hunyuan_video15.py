@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from wfm_ds.models.base import DiffusionModel, require_prompts
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_latent_frames, require_multiples
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 GLYPHS, GLYPH_MASK = "glyph_embeds", "glyph_embeds_mask"  # texts in quotation marks, which the video shows

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from torch import Tensor, nn
@@ -25,13 +26,8 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows, format_blocks, parse_blocks
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.types import SoundClip
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.types import Conditioning
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import Conditioning, SoundClip
 
 VIDEO, AUDIO = "video", "audio"  # the streams, in the order of the latents
 VIDEO_TEXT, AUDIO_TEXT, MASK = "video_embeds", "audio_embeds", "embeds_mask"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch import Tensor
 from wfm_ds.errors import ModelError
 from wfm_ds.models.even_scheduler import even_levels, find_even_shift
 from wfm_ds.models.vae import PixelCodec
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.plan import apply_shift
-
-if TYPE_CHECKING:
-    from wfm_ds.recipe.sampling import SamplingRecipe
 
 SIGMA_ERROR = 1e-6  # maximum rounding error of sigmas, which diffusers computes in float32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_layers
 from wfm_ds.models.source_images import list_image_latents
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_patches
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 PATCH_SIZE = 2  # latents along each side of a token
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
@@ -22,10 +22,7 @@ from wfm_ds.models.base import TextWithImages
 from wfm_ds.models.qwen_image import EMBEDS, MASK, QwenImage
 from wfm_ds.models.source_images import create_source_specs
 from wfm_ds.models.text_padding import pad_and_stack
-from wfm_ds.types import SOURCES
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import SOURCES, Conditioning
 
 PROCESSOR = "processor"  # the component that tokenizes a text together with images
 EDIT_AREA = 1024 * 1024  # pixels of a source image in QwenImageEditPipeline

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,32 +29,17 @@ from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, SamplingRecipe
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
-from wfm_ds.types import Prompt
+from wfm_ds.types import Conditioning, ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import DenoiserEngine
-    from wfm_ds.types import Conditioning, ConditioningFrames
 
 UNCONDITIONAL = "uncond"  # purpose of the unconditional forward passes in training; sampling uses its own purpose
 
-
 DenoiseFunction: TypeAlias = Callable[..., Tensor]
 """DiffusionModel.denoise."""
-
-
-class ForwardFunction(Protocol):
-    """Signature of DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout"."""
-
-    def __call__(
-        self,
-        purpose: str,
-        latents: Tensor,
-        sigma: Tensor,
-        conditioning: Conditioning,
-        expert: int | None = None,
-        variant: str = "",
-        /,
-    ) -> Tensor: ...
+ForwardFunction: TypeAlias = Callable[..., Tensor]
+"""DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout"."""
 
 
 class CountingForward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
@@ -15,9 +15,7 @@ from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.vae import count_patches
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 INSTRUCTION = "complex_human_instruction"
 PIPELINE_SIZE_MULTIPLE = 32  # the diffusers pipelines reject other sizes, even if VAE and patches allow them

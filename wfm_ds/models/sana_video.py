@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
@@ -15,9 +15,7 @@ from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.conditioning_frames import CleanFrames, get_clean_frames
 from wfm_ds.models.sana import PIPELINE_SIZE_MULTIPLE, Sana
 from wfm_ds.models.vae import require_multiples
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 
 class SanaVideo(Sana):

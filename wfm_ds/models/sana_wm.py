@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,7 @@ from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.sana import InstructedModel
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiples
 from wfm_ds.pinned_memory import copy_to_device
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 POSES_KEY, INTRINSICS_KEY = "c2w", "intrinsics"
 RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA_KEYS = ("raymap", "rays", "ray_angles", "chunk_plucker")

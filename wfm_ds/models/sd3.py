@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
@@ -14,11 +14,8 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import GuidancePass, choose_rows, format_blocks, parse_blocks
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.vae import count_patches
-from wfm_ds.recipe.sampling import is_inside
-
-if TYPE_CHECKING:
-    from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.types import Conditioning
+from wfm_ds.recipe.sampling import SamplingRecipe, is_inside
+from wfm_ds.types import Conditioning
 
 BLOCK, JOINT = "transformer_blocks.{}", "joint_blocks.{}"
 QKV = ("to_q", "to_k", "to_v")

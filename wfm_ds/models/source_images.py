@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,7 @@ from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.tensor_lru import TensorLru
 from wfm_ds.models.vae import PixelCodec
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.types import SOURCES
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import SOURCES, Conditioning
 
 SourceSize: TypeAlias = Literal["target", "stock"] | tuple[int, int]
 """Value of data.source_size."""

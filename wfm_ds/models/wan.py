@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import ftfy  # noqa: F401, the pipeline silently skips prompt cleaning if it is missing
 import numpy as np
@@ -28,10 +28,7 @@ from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, LoraLayerName, map_
 from wfm_ds.models.source_images import MAX_CACHE_BYTES, ImageCache
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.types import FIRST_FRAME
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import FIRST_FRAME, Conditioning
 
 EXPERT_NAMES = ("transformer", "transformer_2")  # high noise first
 CHANNELS_KEY, EMBEDS_KEY = "image_channels", "image_embeds"

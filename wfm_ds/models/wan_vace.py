@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,7 @@ from wfm_ds.models.lora_layer_names import map_layers
 from wfm_ds.models.vae import encode_normalized
 from wfm_ds.models.wan import LORA_NAMES, Wan, map_block_layers
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.types import CONTROL, CONTROL_MASK
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import CONTROL, CONTROL_MASK, Conditioning
 
 
 class WanVACE(Wan):

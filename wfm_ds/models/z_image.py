@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers import ZImageTransformer2DModel
@@ -20,9 +20,7 @@ from wfm_ds.models.flux2 import image_positions
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_fused_layers, map_layers
 from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.models.vae import count_patches
-
-if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning
+from wfm_ds.types import Conditioning
 
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 PATCH_SIZE = 2  # latents along each side of a token

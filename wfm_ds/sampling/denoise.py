@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch import Tensor
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.sampling.latents import LATENT_NDIMS, StreamWeights, free_frame_mask, sample_mean
 from wfm_ds.seeds import derive_seed
+from wfm_ds.types import ConditioningFrames
 from wfm_kernels import sde_log_prob, sde_step
-
-if TYPE_CHECKING:
-    from wfm_ds.types import ConditioningFrames
 
 PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
 """Function: (latents [B, ...], noise level) -> velocity eps - x0, float32. Includes the rollout's guidance."""

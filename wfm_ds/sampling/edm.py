@@ -10,16 +10,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, copy_noise_seeds, step_noise_seeds
+from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, copy_noise_seeds
 from wfm_ds.sampling.latents import draw_device_normal, require_latents
-
-if TYPE_CHECKING:
-    from wfm_ds.types import ConditioningFrames
+from wfm_ds.types import ConditioningFrames
 
 EDM_SOLVERS = ("edm_2ab", "edm_euler")
 HIGHEST_LEVEL, LOWEST_LEVEL, RHO = 200.0, 0.01, 7.0
@@ -94,9 +92,7 @@ class EdmStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmPlan:
     steps: tuple[EdmStep, ...]
-    start_level: float = HIGHEST_LEVEL
     start_std: float  # std of the noise added to the initial state
-    last_level: float = LOWEST_LEVEL
     stored_steps: tuple[int, ...] = ()  # steps with stored denoiser inputs
     keep_means: ClassVar[bool] = False
     keep_states: ClassVar[bool] = True
@@ -125,7 +121,7 @@ class EdmPlan:
         def add_churn(state: Tensor, k: int) -> Tensor:
             return state + self._noise_std(k) * draw_device_normal(keys[k], state) if k in keys else state
 
-        state, previous_clean = add_churn(self.start_level * noise, INITIAL_CHURN), None
+        state, previous_clean = add_churn(HIGHEST_LEVEL * noise, INITIAL_CHURN), None
         states: dict[int, Tensor] = {}
         for k, step in enumerate(self.steps):
             latents, clean = predict_x0(predict, state, step.level)
@@ -136,7 +132,7 @@ class EdmPlan:
                 assert previous_clean is not None
                 state = state + step.previous_clean_coef * previous_clean
             state, previous_clean = add_churn(state, k), clean
-        return Trajectory(predict_x0(predict, state, self.last_level)[1], states=states)
+        return Trajectory(predict_x0(predict, state, LOWEST_LEVEL)[1], states=states)
 
     def _noise_std(self, k: int) -> float:
         return self.start_std if k == INITIAL_CHURN else self.steps[k].std
@@ -146,11 +142,6 @@ def predict_x0(predict: PredictVelocity, state: Tensor, level: float) -> tuple[T
     """Return (flow-matching latents of an EDM state, x0 prediction at these latents)."""
     latents, sigma = state / (1 + level), level / (1 + level)
     return latents, latents - sigma * predict(latents, sigma)
-
-
-def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
-    """Return the noise z of one rollout step, [B, ...], with the shape, dtype and device of `like`."""
-    return draw_device_normal(step_noise_seeds(seeds, step).to(like.device), like)
 
 
 def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.types import ConditioningFrames
 from wfm_kernels import flow_noise
-
-if TYPE_CHECKING:
-    from wfm_ds.types import ConditioningFrames
 
 # Training uses float32; tests of formulas use float64. Half precision and integers would silently lose precision.
 ALLOWED_DTYPES = (torch.float32, torch.float64)

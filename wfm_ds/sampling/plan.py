@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS
+from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS, SamplingRecipe, Window
 from wfm_ds.sampling.denoise import FlowPlan, SolverStep
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_coefficients
-
-if TYPE_CHECKING:
-    from wfm_ds.recipe.sampling import SamplingRecipe, Window
 
 FLOW_SOLVERS = ("ode", "dpm2")
 # The second-order term extrapolates the last two predictions linearly in log-SNR. After a much shorter step, this is

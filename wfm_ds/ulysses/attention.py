@@ -11,7 +11,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.exchange import reshard, shard_sizes
+from wfm_ds.ulysses.exchange import local_shard, reshard, shard_sizes
 
 # Which of the D channels rotate together. neighbours: 2 i and 2 i + 1. halves: i and i + D / 2.
 RotationPairs = Literal["neighbours", "halves"]
@@ -21,20 +21,31 @@ def sequence_attention(
     query_BnHD: Tensor,
     key_BnHD: Tensor,
     value_BnHD: Tensor,
-    lengths: Sequence[int],
-    group: ProcessGroup,
+    lengths: Sequence[int] | None,
+    group: ProcessGroup | None,
     backend: Any,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output of the local tokens, which attend to all tokens. All ranks of `group` must call this.
 
     query, key, value and the output: [batch, local tokens, heads, channels per head]. The caller must already have
     applied norms and the rotary embedding. lengths: number of tokens on each rank.
     backend: diffusers' name of the attention kernel. None selects the active kernel.
+    If `lengths` or `group` is None, all tokens are local. Only then, a mask is allowed.
     """
+    if lengths is None or group is None:
+        output: Tensor = dispatch_attention_fn(query_BnHD, key_BnHD, value_BnHD, mask, backend=backend)
+        return output
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
     attended = dispatch_attention_fn(query, key, value, backend=backend)
     return reshard((attended,), 1, lengths, 2, heads, group)[0]
+
+
+def shard_tables(tables: Sequence[Tensor], dim: int, group: ProcessGroup) -> tuple[list[int], list[Tensor]]:
+    """Return the number of tokens on each rank, and the local tokens of rotary tables. dim: axis of the tokens."""
+    lengths = shard_sizes(tables[0].shape[dim], dist.get_world_size(group), "tokens")
+    return lengths, [local_shard(table, dim, lengths, group) for table in tables]
 
 
 def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:

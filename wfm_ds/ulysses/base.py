@@ -108,6 +108,17 @@ class UlyssesTransformer(ABC):
             raise self.sharding_error("diffusers' context parallelism is already enabled")
         return attention.processor
 
+    def replace_processors(self, attentions: Sequence[Any], expected: type, replacement: Callable[[Any], Any]) -> None:
+        """Replace the processors of attention layers by `replacement(self.group)`, with the same attention kernels.
+
+        Raises UserError, and changes nothing, if a processor does not have the `expected` type.
+        """
+        processors = [self.require_processor(attention, expected) for attention in attentions]
+        for attention, processor in zip(attentions, processors, strict=True):
+            attention.set_processor(replacement(self.group))
+            if hasattr(processor, "_attention_backend"):
+                attention.processor._attention_backend = processor._attention_backend
+
     def sharding_error(self, why: str) -> UserError:
         return UserError(f"{self.transformer_class.__name__} does not support sequence parallelism: {why}")
 
@@ -141,10 +152,8 @@ class UlyssesLineTransformer(UlyssesTransformer):
 
     def shard_blocks(self, transformer: Any) -> None:
         blocks = transformer.transformer_blocks
+        self.replace_processors([block.attn1 for block in blocks], self.original_processor, self.sharded_processor)
         for block in blocks:
-            self.require_processor(block.attn1, self.original_processor)
-        for block in blocks:
-            block.attn1.set_processor(self.sharded_processor(self.group))
             change_arguments(block, self.shard_block_arguments)
             install_halo_exchange(getattr(block.ff, self.convolution_name), self.group)
 

@@ -7,18 +7,17 @@ exchange.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from diffusers import CosmosTransformer3DModel
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention
+from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention, shard_tables
 from wfm_ds.ulysses.base import UlyssesTransformer, patch_grid
-from wfm_ds.ulysses.exchange import local_shard, shard_sizes
+from wfm_ds.ulysses.exchange import shard_sizes
 
 
 class UlyssesCosmos25(UlyssesTransformer):
@@ -29,10 +28,7 @@ class UlyssesCosmos25(UlyssesTransformer):
     def shard_blocks(self, transformer: Any) -> None:
         self.frames: tuple[int, int] | None = None  # (batch size, frames) if each frame has its own timestep
         attentions = [block.attn1 for block in transformer.transformer_blocks]
-        for attention in attentions:
-            self.require_processor(attention, CosmosAttnProcessor2_0)
-        for attention in attentions:
-            attention.set_processor(Cosmos25Attention(self.group))
+        self.replace_processors(attentions, CosmosAttnProcessor2_0, Cosmos25Attention)
         transformer.time_embed.register_forward_hook(self._shard_time_embeddings)
         if transformer.learnable_pos_embed is not None:
             transformer.learnable_pos_embed.register_forward_hook(
@@ -66,9 +62,8 @@ class UlyssesCosmos25(UlyssesTransformer):
             return embeddings
         count, num_frames = self.frames
         per_frame = sum(self.lengths) // num_frames
-        rank = dist.get_rank(self.group)
-        start = sum(self.lengths[:rank])
-        stop = start + self.lengths[rank]
+        start = sum(self.lengths[: self.rank])
+        stop = start + self.lengths[self.rank]
         first, last = start // per_frame, -(-stop // per_frame)  # frames of the local tokens
         frame_embeddings = [x.view(count, num_frames, 1, -1)[:, first:last] for x in embeddings]
         token_embeddings = [x.expand(-1, -1, per_frame, -1).flatten(1, 2) for x in frame_embeddings]
@@ -104,14 +99,13 @@ class Cosmos25Attention:
             for layer, x in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
         )
         query, key = attn.norm_q(query), attn.norm_k(key)
-        lengths, tables = None, image_rotary_emb
-        if self.group is not None and tables is not None:
-            lengths = shard_sizes(len(tables[0]), dist.get_world_size(self.group), "tokens")
-            tables = (local_shard(tables[0], 0, lengths, self.group), local_shard(tables[1], 0, lengths, self.group))
-        if tables is not None:
+        lengths: list[int] | None = None
+        if image_rotary_emb is not None:
+            tables: Sequence[Tensor] = image_rotary_emb
+            if self.group is not None:
+                lengths, tables = shard_tables(tables, 0, self.group)
             query, key = apply_rotation(query, tables, "halves"), apply_rotation(key, tables, "halves")
-        if lengths is None or self.group is None:
-            attended = dispatch_attention_fn(query, key, value, attention_mask, backend=self._attention_backend)
-        else:
-            attended = sequence_attention(query, key, value, lengths, self.group, self._attention_backend)
+        attended = sequence_attention(
+            query, key, value, lengths, self.group, self._attention_backend, mask=attention_mask
+        )
         return project_output(attn, attended.flatten(2))

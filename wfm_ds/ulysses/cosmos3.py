@@ -17,6 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from wfm_ds.ulysses.attention import shard_tables
 from wfm_ds.ulysses.base import UlyssesTransformer
 from wfm_ds.ulysses.exchange import local_shard, reshard, shard_sizes
 
@@ -28,10 +29,7 @@ class UlyssesCosmos3(UlyssesTransformer):
     patch_embedding = "sequence"
 
     def shard_blocks(self, transformer: Any) -> None:
-        attentions = [block.self_attn for block in transformer.layers]
-        processors = [self.require_processor(attention, Cosmos3Attention) for attention in attentions]
-        for attention, processor in zip(attentions, processors, strict=True):
-            attention.set_processor(Cosmos3Attention(self.group, processor._attention_backend))
+        self.replace_processors([layer.self_attn for layer in transformer.layers], Cosmos3Attention, Cosmos3Attention)
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         actions = arguments.get("actions")
@@ -50,10 +48,11 @@ class UlyssesCosmos3(UlyssesTransformer):
 class Cosmos3Attention:
     """Attention processor of the generation tower. Video and action tokens attend to the text and to each other."""
 
-    def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
-        """group: the ranks over which tokens are sharded, or None. backend: diffusers' name of an attention kernel."""
+    _attention_backend: Any = None  # name of an attention kernel in diffusers
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        """group: the ranks over which tokens are sharded, or None."""
         self.group = group
-        self._attention_backend = backend
 
     def __call__(
         self,
@@ -70,10 +69,8 @@ class Cosmos3Attention:
         text_keys, text_values: [batch, text tokens, key-value heads, channels per head].
         rotation: rotary tables (cosines, sines) of the tokens of all ranks, [batch, tokens, channels per head] each.
         """
-        lengths, tables, group = [0], rotation, self.group
-        if group is not None:
-            lengths = shard_sizes(rotation[0].shape[1], dist.get_world_size(group), "tokens")
-            tables = [local_shard(table, 1, lengths, group) for table in rotation]
+        group = self.group
+        lengths, tables = ([0], rotation) if group is None else shard_tables(rotation, 1, group)
         query, key, value = (
             layer(tokens).unflatten(-1, (-1, attn.head_dim))
             for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)

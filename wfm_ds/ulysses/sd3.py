@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import SD3Transformer2DModel
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -47,10 +46,7 @@ class UlyssesSD3(UlyssesTransformer):
             for attention in (block.attn, block.attn2)
             if attention is not None
         ]
-        for attention in attentions:
-            self.require_processor(attention, JointAttnProcessor2_0)
-        for attention in attentions:
-            attention.set_processor(SD3JointAttention(self.group))
+        self.replace_processors(attentions, JointAttnProcessor2_0, SD3JointAttention)
         transformer.context_embedder.register_forward_hook(self._split_text)
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
@@ -86,32 +82,29 @@ class SD3JointAttention:
 
         lengths: numbers of image and text tokens on each rank.
         """
-        image = project_qkv(
-            hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        )
+        assert self.group is None or lengths is not None
+        image = project_qkv(hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        backend = self._attention_backend
         if encoder_hidden_states is None:
-            return project_output(attn, self.attend_joint(image, None if lengths is None else lengths.image))
+            image_lengths = None if lengths is None else lengths.image
+            return project_output(attn, sequence_attention(*image, image_lengths, self.group, backend).flatten(2))
         text = project_qkv(
             encoder_hidden_states,
             attn.heads,
             (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-            (attn.norm_added_q, attn.norm_added_k, None),
+            (attn.norm_added_q, attn.norm_added_k),
         )
-        joint = [torch.cat(pair, 1) for pair in zip(image, text, strict=True)]
-        attended = self.attend_joint(joint, None if lengths is None else lengths.joint)
+        query, key, value = (torch.cat(pair, 1) for pair in zip(image, text, strict=True))
+        joint_lengths = None if lengths is None else lengths.joint
+        attended = sequence_attention(query, key, value, joint_lengths, self.group, backend).flatten(2)
         image_out, text_out = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
         return project_output(attn, image_out), text_out if attn.context_pre_only else attn.to_add_out(text_out)
 
-    def attend_joint(self, qkv: Sequence[Tensor], lengths: Sequence[int] | None) -> Tensor:
-        query, key, value = qkv
-        if self.group is None:
-            attended: Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-            return attended.flatten(2)
-        assert lengths is not None
-        return sequence_attention(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
 
-
-def project_qkv(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:
+def project_qkv(
+    tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values after their norms, [batch, tokens, heads, channels per head] each."""
-    qkv = [layer(tokens).unflatten(-1, (heads, -1)) for layer in layers]
-    return [x if norm is None else norm(x) for x, norm in zip(qkv, norms, strict=True)]
+    query, key, value = (layer(tokens).unflatten(-1, (heads, -1)) for layer in layers)
+    norm_query, norm_key = norms
+    return query if norm_query is None else norm_query(query), key if norm_key is None else norm_key(key), value

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention
+from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention, shard_tables
 from wfm_ds.ulysses.base import UlyssesTransformer, patch_grid
 from wfm_ds.ulysses.exchange import local_shard, shard_sizes
 
@@ -25,10 +24,7 @@ class UlyssesWan(UlyssesTransformer):
     patch_embedding = "patch_embedding"
 
     def shard_blocks(self, transformer: Any) -> None:
-        attentions = [block.attn1 for block in transformer.blocks]
-        processors = [self.require_processor(attention, WanAttnProcessor) for attention in attentions]
-        for attention, processor in zip(attentions, processors, strict=True):
-            attention.set_processor(WanSelfAttention(self.group, processor._attention_backend))
+        self.replace_processors([block.attn1 for block in transformer.blocks], WanAttnProcessor, WanSelfAttention)
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         grid = patch_grid(arguments["hidden_states"].shape[2:], self.config.patch_size)
@@ -45,9 +41,10 @@ class UlyssesWan(UlyssesTransformer):
 class WanSelfAttention:
     """Replacement for WanAttnProcessor in self-attention."""
 
-    def __init__(self, group: ProcessGroup, backend: Any) -> None:
+    _attention_backend: Any = None  # name of an attention kernel in diffusers
+
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._attention_backend = backend  # diffusers' set_attention_backend also sets it
 
     def __call__(
         self,
@@ -62,8 +59,7 @@ class WanSelfAttention:
         rotary_emb: rotary tables (cosines, sines) of all tokens, [1, tokens, 1, channels per head] each.
         """
         assert rotary_emb is not None
-        lengths = shard_sizes(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
-        tables = [local_shard(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]
+        lengths, tables = shard_tables([table[0, :, 0] for table in rotary_emb], 0, self.group)
         query, key, value = (
             x.unflatten(2, (attn.heads, -1))
             for x in (

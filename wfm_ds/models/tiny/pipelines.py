@@ -28,19 +28,22 @@ from wfm_ds.models.tiny.weights import (
 
 SECOND_TRANSFORMER_SEED = 5
 PROMPT = "a red circle on white"
-IMAGE_CALL: Mapping[str, Any] = MappingProxyType(
-    {"prompt": PROMPT, "height": 32, "width": 32, "num_inference_steps": 2}
-)
-VIDEO_CALL: Mapping[str, Any] = MappingProxyType(
-    {"prompt": PROMPT, "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
-)
-WAN_CALL: Mapping[str, Any] = MappingProxyType(
-    {**VIDEO_CALL, "prompt": "a red circle moving left", "max_sequence_length": 16}
-)
+
+
+def create_call(prompt: str, size: tuple[int, ...], num_steps: int, **more: Any) -> dict[str, Any]:
+    """Return pipeline call arguments. size: height, width and, for a video, number of frames."""
+    sizes = dict(zip(("height", "width", "num_frames"), size, strict=False))
+    return {"prompt": prompt, **sizes, "num_inference_steps": num_steps, **more}
+
+
+IMAGE_CALL = create_call(PROMPT, (32, 32), 2)
+VIDEO_CALL = create_call(PROMPT, (32, 32, 5), 2)
+WAN_CALL = create_call("a red circle moving left", (32, 32, 5), 2, max_sequence_length=16)
 # Without the default instruction, which is long and slow to encode.
-SANA_CALL: Mapping[str, Any] = MappingProxyType(
-    {**IMAGE_CALL, "max_sequence_length": 16, "complex_human_instruction": None, "use_resolution_binning": False}
-)
+SANA_CALL = {
+    **IMAGE_CALL,
+    **{"max_sequence_length": 16, "complex_human_instruction": None, "use_resolution_binning": False},
+}
 
 
 def flow_match(**config: Any) -> Any:
@@ -160,13 +163,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             vae=vaes.identity_vae,
             scheduler=partial(flow_match, shift=1.0),
             text=partial(encoders.sd3_text, 8),
-            call={
-                "prompt": "the digit 7",
-                "height": 8,
-                "width": 8,
-                "num_inference_steps": 12,
-                "max_sequence_length": 8,
-            },
+            call=create_call("the digit 7", (8, 8), 12, max_sequence_length=8),
         ),
         # FLUX.2-klein. The pipeline concatenates the states of layers 9, 18 and 27 of the text encoder.
         "flux2": flux2(
@@ -183,14 +180,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             vae=vaes.exact_flux2_vae,
             scheduler=partial(flow_match, shift=1.0),
             text=partial(encoders.qwen3_text, "Qwen3ForCausalLM", 28, ("invert",)),
-            call={
-                "prompt": "invert the left digit",
-                "height": 64,
-                "width": 128,
-                "num_inference_steps": 8,
-                "guidance_scale": 1.0,
-                "max_sequence_length": 12,
-            },
+            call=create_call("invert the left digit", (64, 128), 8, guidance_scale=1.0, max_sequence_length=12),
         ),
         "flux2_dev": flux2(
             pipeline="Flux2Pipeline",
@@ -207,13 +197,9 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             text=partial(encoders.flux_text, 16),
             change_weights=partial(amplify_text, 4.0),
             # The network multiplies the guidance scale by 1000. In bfloat16, 4000 is exact and the default 3500 is not.
-            call={
-                **IMAGE_CALL,
-                "negative_prompt": "",
-                "max_sequence_length": 16,
-                "max_area": 32 * 32,
-                "guidance_scale": 4.0,
-            },
+            call=create_call(
+                PROMPT, (32, 32), 2, negative_prompt="", max_sequence_length=16, max_area=32 * 32, guidance_scale=4.0
+            ),
         ),
         "qwen_image": qwen_image(
             pipeline="QwenImagePipeline",
@@ -309,14 +295,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             sizes=sizes.WORLD,
             vae=vaes.exact_vae,
             scheduler=partial(unipc, 1.0),
-            call={
-                "prompt": '{"caption": "a grey wall"}',
-                "height": 8,
-                "width": 16,
-                "num_frames": 9,
-                "num_inference_steps": 8,
-                "guidance_scale": 1.0,
-            },
+            call=create_call('{"caption": "a grey wall"}', (8, 16, 9), 8, guidance_scale=1.0),
         ),
         "wan21": wan_video(),
         # The first frame enters through extra input channels and CLIP embeddings.
@@ -342,15 +321,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             sizes=sizes.MOVING,
             vae=vaes.exact_vae,
             scheduler=partial(unipc, 1.0),
-            call={
-                "prompt": "a square moving left",
-                "height": 32,
-                "width": 32,
-                "num_frames": 5,
-                "num_inference_steps": 12,
-                "guidance_scale": 1.0,
-                "max_sequence_length": 8,
-            },
+            call=create_call("a square moving left", (32, 32, 5), 12, guidance_scale=1.0, max_sequence_length=8),
         ),
     }
 )
