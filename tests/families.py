@@ -239,6 +239,23 @@ def camera_asked(pixels):
     return {"image": first_images(pixels)} | {name: [row[name] for row in CAMERAS] for name in CAMERAS[0]}
 
 
+cosmos = partial(
+    Case,
+    size=(32, 48, 9),
+    load_options={"guardrail": "off"},
+    extra_components={"safety_checker": NoGuardrail()},
+    block_lists=JOINT,
+)
+flux = partial(
+    Case,
+    size=(32, 48, 1),
+    has_euler_scheduler=True,
+    takes_negative_prompt=False,
+    unpack_latents=klein_latents,
+    inputs=random_sources("source"),
+    block_lists=("transformer_blocks", "single_transformer_blocks"),
+)
+wan = partial(Case, size=(32, 48, 5), block_lists=WAN)
 qwen_edit = partial(
     Case,
     size=(32, 64, 1),
@@ -252,27 +269,14 @@ qwen_edit = partial(
 CASES = {
     "sd3": Case(size=(32, 48, 1), has_euler_scheduler=True, block_lists=JOINT),
     "digits": Case(size=(8, 8, 1), has_euler_scheduler=True, block_lists=JOINT),
-    "cosmos25": Case(
-        size=(32, 48, 9),
-        load_options={"guardrail": "off"},
-        extra_components={"safety_checker": NoGuardrail()},
-        conditioning_frames_call=cosmos25_given,
-        block_lists=JOINT,
-    ),
-    "cosmos25_actions": Case(
-        size=(32, 48, 9),
-        load_options={"guardrail": "off"},
-        extra_components={"safety_checker": NoGuardrail()},
+    "cosmos25": cosmos(conditioning_frames_call=cosmos25_given),
+    "cosmos25_actions": cosmos(
         conditioning_frames_call=actions_given,
         inputs=robot_inputs,
         required_call_kwargs=actions_asked,
         one_sample_per_call=True,
-        block_lists=JOINT,
     ),
-    "cosmos3": Case(
-        size=(32, 48, 9),
-        load_options={"guardrail": "off"},
-        extra_components={"safety_checker": NoGuardrail()},
+    "cosmos3": cosmos(
         conditioning_frames_call=cosmos3_given,
         inputs=cosmos3_inputs,
         # The smallest size in the pipeline's resolution table.
@@ -280,63 +284,33 @@ CASES = {
         one_sample_per_call=True,
         block_lists=("layers",),
     ),
-    "world": Case(
-        size=(8, 16, 9),
-        inputs=world_inputs,
-        load_options={"guardrail": "off"},
-        extra_components={"safety_checker": NoGuardrail()},
-        one_sample_per_call=True,
-        block_lists=("layers",),
-    ),
-    "wan21": Case(size=(32, 48, 5), block_lists=WAN),
-    "wan21_i2v": Case(size=(32, 48, 5), block_lists=WAN, one_sample_per_call=True),
-    "wan22_i2v": Case(size=(32, 48, 5), block_lists=WAN, one_sample_per_call=True, sigmas=((0.97, 0.93), (0.8, 0.3))),
-    "wan_vace": Case(
-        size=(32, 48, 5),
+    "world": cosmos(size=(8, 16, 9), inputs=world_inputs, one_sample_per_call=True, block_lists=("layers",)),
+    "wan21": wan(),
+    "wan21_i2v": wan(one_sample_per_call=True),
+    "wan22_i2v": wan(one_sample_per_call=True, sigmas=((0.97, 0.93), (0.8, 0.3))),
+    "wan_vace": wan(
         block_lists=("blocks", "vace_blocks"),
         one_sample_per_call=True,
         inputs=random_controls("control", "control_mask"),
         required_call_kwargs=vace_control,
         reference_inputs=ReferenceInputs(size=(32, 48, 5), call=vace_with_mask),
     ),
-    "moving": Case(size=(32, 32, 5), block_lists=WAN),
-    "wan22": Case(size=(32, 48, 5), block_lists=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),
-    "wan22_ti2v": Case(size=(64, 32, 9), block_lists=WAN, conditioning_frames_call=ti2v_given),
+    "moving": wan(size=(32, 32, 5)),
+    "wan22": wan(sigmas=((0.97, 0.9), (0.8, 0.3))),
+    "wan22_ti2v": wan(size=(64, 32, 9), conditioning_frames_call=ti2v_given),
     # A key bias shifts all scores of a query equally and has no gradient if keys are not normalised.
     "sana": Case(size=(32, 64, 1), block_lists=JOINT, zero_gradient_parameters=("attn2.to_k.bias",)),
-    "flux2": Case(
-        size=(32, 48, 1),
-        has_euler_scheduler=True,
-        takes_negative_prompt=False,
-        unpack_latents=klein_latents,
+    "flux2": flux(
         inputs=random_sources("source", "source_2"),
         # The pipeline refuses reference images with fewer than 64 pixels per side.
         reference_inputs=ReferenceInputs(size=(64, 96, 1), call=klein_with_sources),
-        block_lists=("transformer_blocks", "single_transformer_blocks"),
     ),
-    "edits": Case(
-        size=(64, 96, 1),
-        has_euler_scheduler=True,
-        takes_negative_prompt=False,
-        unpack_latents=klein_latents,
-        inputs=random_sources("source"),
-        block_lists=("transformer_blocks", "single_transformer_blocks"),
-    ),
-    "flux2_dev": Case(
-        size=(32, 48, 1),
-        has_euler_scheduler=True,
-        takes_negative_prompt=False,
-        unpack_latents=dev_latents,
-        inputs=random_sources("source"),
-        block_lists=("transformer_blocks", "single_transformer_blocks"),
-    ),
-    "flux_kontext": Case(
-        size=(32, 48, 1),
-        has_euler_scheduler=True,
+    "edits": flux(size=(64, 96, 1)),
+    "flux2_dev": flux(unpack_latents=dev_latents),
+    "flux_kontext": flux(
+        takes_negative_prompt=True,
         unpack_latents=packed_latents,
-        inputs=random_sources("source"),
         reference_inputs=ReferenceInputs(size=(32, 48, 1), call=kontext_with_source),
-        block_lists=("transformer_blocks", "single_transformer_blocks"),
     ),
     "qwen_image": Case(
         size=(32, 48, 1),

@@ -11,7 +11,7 @@ from each_case import check_each
 from families import load_tiny
 from wfm_ds.contract.denoiser_checks import INVALID_ARGUMENTS
 from wfm_ds.errors import ModelError
-from wfm_ds.models.base import DiffusionModel, pipeline_call_default, temporary_seed
+from wfm_ds.models.base import DiffusionModel, temporary_seed
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.plan import apply_shift, invert_shift
 
@@ -45,23 +45,14 @@ def test_only_the_denoiser_learns(model):
     assert not any(m.training for part in model.auxiliary_modules() for m in part.modules())
 
 
-def test_moving_a_model_moves_the_bare_denoiser(model):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_moving_a_model_moves_only_a_bare_denoiser(model, is_wrapped):
+    if is_wrapped:
+        model.denoiser = torch.nn.Sequential(model.denoiser)
     model.move_to_device("meta")
-    parts = [*model.auxiliary_modules(), model.denoiser]
-    assert {p.device.type for part in parts for p in part.parameters()} == {"meta"}
-    assert model.device == torch.device("meta")
-
-
-def test_moving_a_model_does_not_move_a_wrapped_denoiser(model):
-    model.denoiser = torch.nn.Sequential(model.denoiser)
-    model.move_to_device("meta")
-    assert {p.device.type for p in model.denoiser.parameters()} == {"cpu"}
+    assert {p.device.type for p in model.denoiser.parameters()} == {"cpu" if is_wrapped else "meta"}
     assert {p.device.type for part in model.auxiliary_modules() for p in part.parameters()} == {"meta"}
-
-
-def test_negative_text_replaces_the_stock_null_text(model):
-    assert model.resolve_negative_prompt() == ""
-    assert model.resolve_negative_prompt("blurry") == "blurry"
+    assert model.device == torch.device("meta")
 
 
 def test_guidance_one_is_the_conditional_velocity():
@@ -71,25 +62,16 @@ def test_guidance_one_is_the_conditional_velocity():
     torch.testing.assert_close(combine(None, cond, uncond, 3.0), 3 * cond - 2 * uncond)
 
 
-def test_every_8_bit_level_survives_the_round_trip():
+def test_pixels_have_channels_last_and_all_8_bit_levels_and_do_not_wrap_around():
     levels = torch.arange(256, dtype=torch.float32).view(1, 1, 16, 16).repeat(2, 3, 1, 1)
     image = DiffusionModel.to_uint8(levels / 255)
-    assert image.shape == (2, 16, 16, 3)
-    assert image.dtype == np.uint8
-    assert image.flags.c_contiguous
+    assert (image.shape, image.dtype, image.flags.c_contiguous) == ((2, 16, 16, 3), np.uint8, True)
     assert np.array_equal(image[1, ..., 2], np.arange(256).reshape(16, 16))
-
-
-def test_videos_have_frames_before_rows():
-    video = torch.zeros(1, 3, 5, 4, 6)
-    video[0, 1, 3, 2, 1] = 1.0
+    video = torch.full((1, 3, 5, 4, 6), -0.1)
+    video[0, 1, 3, 2, 1] = 1.1
     frames = DiffusionModel.to_uint8(video)
     assert frames.shape == (1, 5, 4, 6, 3)
     assert frames[0, 3, 2, 1].tolist() == [0, 255, 0]
-
-
-def test_values_outside_the_range_do_not_wrap_around():
-    assert DiffusionModel.to_uint8(torch.tensor([-0.1, 1.1]).view(1, 1, 1, 2))[0, 0, :, 0].tolist() == [0, 255]
 
 
 def test_the_grid_equals_the_schedulers_and_does_not_change_it(model):
@@ -128,12 +110,6 @@ def test_a_shift_that_depends_on_the_size_is_that_of_the_grid(model, rule):
     assert model.flow_shift(SamplingRecipe(height=64, width=64)) > shift
 
 
-def test_a_karras_grid_has_no_shift(model):
-    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
-    with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
-        model.flow_shift(sampling())
-
-
 def sampling(**keys):
     return SamplingRecipe(height=32, width=32, **keys)
 
@@ -153,12 +129,10 @@ def test_an_even_grid_needs_a_shift(model):
     model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     with pytest.raises(ModelError, match=r"no fixed shift: set sampling\.grid_shift, or sampling\.grid: stock"):
         model.rollout_sigmas(sampling(steps=4, grid="even"))
+    with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
+        model.flow_shift(sampling())
     with pytest.raises(ValidationError, match="edm_2ab does not read grid"):
         sampling(solver="edm_2ab", grid="even")
-
-
-def test_the_stock_default_is_that_of_the_call(model):
-    assert pipeline_call_default(model.pipeline, "max_sequence_length") == 256
 
 
 def test_seeded_draws_repeat_and_keep_the_global_state():
@@ -173,3 +147,20 @@ def test_seeded_draws_repeat_and_keep_the_global_state():
     assert torch.equal(one, two)
     assert torch.equal(first, undisturbed[0])
     assert torch.equal(torch.rand(3), undisturbed[1])
+
+
+def test_encoding_inverts_decoding_for_pixels(load):
+    model = load("digits")
+    pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model.decode_latents(model.encode_pixels(pixels)), pixels, rtol=0, atol=1e-4)
+
+
+def test_wrong_pixels_are_refused(model):
+    with pytest.raises(ValueError, match="width must be a multiple of 4"):
+        model.encode_pixels(torch.rand(1, 3, 32, 30))
+    with pytest.raises(ValueError, match="float32"):
+        model.encode_pixels(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"\[B,3,H,W\]"):
+        model.encode_pixels(torch.rand(3, 32, 32))
+    with pytest.raises(ValueError, match="num_frames"):
+        model.latent_shape(32, 32, num_frames=5)

@@ -215,22 +215,6 @@ def test_each_domain_has_weights_of_its_own(model):
     assert (one - other).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"actions": np.zeros((7, 9))}], r"actions must be \[8, 1 to 16\], got \[7, 9\]"),
-        ([{"actions": np.zeros((8, 17))}], r"got \[8, 17\]"),
-        ([{"actions": np.zeros(8)}], r"got \[8\]"),
-        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be an integer from 0 to 4"),
-        ([{"actions": np.zeros((8, 9)), "domain": np.array(1.7)}], "domain must be an integer from 0 to 4"),
-        ([{"actions": np.zeros((8, 9))}, {}], "either all samples of a batch must have actions or none"),
-    ],
-)
-def test_actions_that_the_network_cannot_take_are_refused(model, rows, message):
-    with pytest.raises(ValueError, match=message):
-        model.encode_inputs(rows, 9, (32, 48))
-
-
 # The two towers
 
 

@@ -14,6 +14,7 @@ from families import (
     CASES,
     EXACT,
     PROMPTS,
+    change_json,
     copy_pipeline,
     load_reference_pipeline,
     load_tiny,
@@ -127,39 +128,41 @@ def test_kontext_resizes_a_source_to_the_preferred_size_like_diffusers(tiny_pipe
     torch.testing.assert_close(images, reference_images(pipeline, model, rows, 1.0), **EXACT)
 
 
-def test_unusable_sources_are_one_sentence(tiny_pipelines):
-    model = load_tiny(tiny_pipelines("flux2"), "flux2", inputs=["source", "source_2"])
-    [row, _] = draw_sources(2)
-    for change, sentence in (
-        ({"source": None}, "source is missing"),
-        ({"source_2": row["source"][:32]}, r"source_2 must be uint8 \[64, 96, 3\], got uint8 \[32, 96, 3\]"),
-        ({"source": row["source"] / 255}, r"source must be uint8 \[64, 96, 3\], got float64 \[64, 96, 3\]"),
-    ):
-        with pytest.raises(ValueError, match=f"^{sentence}$"):
-            model.encode_inputs([row, row | change], 1, SIZE)
+def test_a_source_size_that_the_network_cannot_use_is_refused(tiny_pipelines):
     odd = load_tiny(tiny_pipelines("flux_kontext"), "flux_kontext", inputs=["source"], source_size=(30, 32))
     with pytest.raises(ValueError, match=r"^height must be a multiple of 4, got 30$"):
         odd.encode_inputs(draw_sources(1, (30, 32)), 1, SIZE)
 
 
-def test_kontext_has_the_embedded_guidance_of_the_recipe_or_of_the_stock_call(tiny_pipelines, tmp_path):
-    folder = copy_pipeline(tiny_pipelines("flux_kontext"), tmp_path / "pipeline")
+@check_each(("family", "default"), [("flux2_dev", 4.0), ("flux_kontext", 3.5)])
+def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call(
+    family, default, tiny_pipelines, tmp_path
+):
+    folder = copy_pipeline(tiny_pipelines(family), tmp_path / "pipeline")
+    stored = {"negative_prompt": ""} if family == "flux_kontext" else {}  # without it, the pipeline has no guidance
+
+    def exported(**options):
+        return ExportTarget.from_model(load_tiny(folder, family, **options)).call_arguments
+
+    assert load_tiny(folder, family).embedded_guidance == 4.0
+    assert exported() == {}
+    asked = load_tiny(folder, family, embedded_guidance=2.5)
+    assert asked.pipeline_call_kwargs(1.0, 32, 32)["guidance_scale"] == 2.5
+    assert asked.text_cache_key() == load_tiny(folder, family).text_cache_key()  # cached texts fit any guidance
+    change_json(folder / "call.json", guidance_scale=3)
+    assert load_tiny(folder, family).embedded_guidance == 3.0
+    for wrong in (0, "3"):
+        change_json(folder / "call.json", guidance_scale=wrong)
+        with pytest.raises(ModelError, match=rf"call\.json: guidance_scale must be a number above 0, got {wrong!r}"):
+            load_tiny(folder, family)
     call = json.loads((folder / "call.json").read_text())
-    assert ExportTarget.from_model(load_tiny(folder, "flux_kontext")).call_arguments == {}
-    assert load_tiny(folder, "flux_kontext").embedded_guidance == call.pop("guidance_scale") == 4.0
-    del call["negative_prompt"]
-    (folder / "call.json").write_text(json.dumps(call))
-    model = load_tiny(folder, "flux_kontext")
-    assert model.embedded_guidance == 3.5
-    assert ExportTarget.from_model(model).call_arguments == {"negative_prompt": ""}
-    model = load_tiny(folder, "flux_kontext", embedded_guidance=2.5)
-    assert ExportTarget.from_model(model).call_arguments == {"negative_prompt": "", "guidance_scale": 2.5}
-    for size, stored in (("target", {"_auto_resize": False}), ("stock", {})):  # the pipeline resizes by default
-        model = load_tiny(folder, "flux_kontext", inputs=["source"], source_size=size)
-        assert ExportTarget.from_model(model).call_arguments == {"negative_prompt": "", **stored}
-    (folder / "call.json").write_text(json.dumps(call | {"guidance_scale": "3"}))
-    with pytest.raises(ModelError, match=r"call\.json: guidance_scale must be a number above 0, got '3'"):
-        load_tiny(folder, "flux_kontext")
+    (folder / "call.json").write_text(json.dumps({"max_sequence_length": call["max_sequence_length"]}))
+    assert load_tiny(folder, family).embedded_guidance == default
+    assert exported() == stored
+    assert exported(embedded_guidance=2.5) == stored | {"guidance_scale": 2.5}
+    if family == "flux_kontext":  # the pipeline resizes by default
+        for size, resize in (("target", {"_auto_resize": False}), ("stock", {})):
+            assert exported(inputs=["source"], source_size=size) == stored | resize
 
 
 # Behavior of diffusers: if one of these fails, diffusers has changed; remove its row from docs/models/flux_kontext.md.

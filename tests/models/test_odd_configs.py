@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 
@@ -53,7 +54,7 @@ def test_an_odd_value_loads_or_is_a_one_line_error(folder):
     assert refused > 10
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("file", "key", "value"),
     [
         ("model_index.json", "_class_name", ["x"]),

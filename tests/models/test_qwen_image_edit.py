@@ -151,28 +151,12 @@ def test_the_processor_loads_without_torchvision_from_the_files_of_released_pipe
 
 def test_bad_inputs_raise_one_sentence(tiny_pipelines, tmp_path):
     model = load_tiny(tiny_pipelines(EDIT), EDIT, inputs=["source"])
-    image = np.zeros((32, 48, 3), "u1")
-    for row, says in (
-        ({}, "source is missing"),
-        ({"source": image[:16]}, r"source must be uint8 \[32, 48, 3\], got uint8 \[16, 48, 3\]"),
-        ({"source": image.astype("f4")}, r"source must be uint8 \[32, 48, 3\], got float32"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            model.encode_inputs([row], 1, (32, 48))
     with pytest.raises(ValueError, match="encodes each prompt together with its source images"):
         model.encode_text(["a red circle"])
     text = {EMBEDS: torch.zeros(1, 3, 32), MASK: torch.ones(1, 3)}
     with pytest.raises(ValueError, match="needs a source image: conditioning must hold source"):
         model.denoise(torch.zeros(1, *model.latent_shape(32, 48)), torch.ones(1), text)
-    for i, (index, files, says) in enumerate(
-        (
-            ({"processor": [None, None]}, {}, "has no processor, but QwenImageEditPipeline needs it"),
-            ({}, {"processor/processor_config.json": "{}"}, "processor cannot be loaded"),
-            ({}, {"transformer/config.json": '{"guidance_embeds": true}'}, "with guidance_embeds is not supported"),
-        )
-    ):
-        folder = copy_pipeline(tiny_pipelines(EDIT), tmp_path / str(i), **index)
-        for name, content in files.items():
-            (folder / name).write_text(content)
-        with pytest.raises(ModelError, match=says):
-            load_tiny(folder, EDIT)
+    folder = copy_pipeline(tiny_pipelines(EDIT), tmp_path / "pipeline")
+    (folder / "processor/processor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="processor cannot be loaded"):
+        load_tiny(folder, EDIT)

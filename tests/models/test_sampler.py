@@ -107,15 +107,6 @@ def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_
     assert make_sampler(model).encode_conditioning(two).negative is None
 
 
-def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
-    """SANA's instruction is prepended to prompts but not to negative prompts."""
-    sana = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
-    got = make_sampler(sana, guidance_scale=3).encode_conditioning(create_prompts("x", negative_text="a cat")).negative
-    for name, tensor in sana.encode_negative_text(["a cat"]).items():
-        torch.testing.assert_close(got[name], tensor)
-    assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
-
-
 def test_non_finite_latents_are_grey_and_named(model):
     latents = torch.randn(3, *make_sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
     whole, _ = make_sampler(model).decode_to_uint8(latents)

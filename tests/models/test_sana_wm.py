@@ -103,21 +103,6 @@ def test_the_cameras_geometry_is_the_stock_pipelines_in_float32(model):
 # The camera
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"c2w": None}, "a sample has no c2w"),
-        ({"c2w": np.eye(4, dtype=np.float32)[None].repeat(4, 0)}, r"c2w must be \[5, 4, 4\], got \[4, 4, 4\]"),
-        ({"intrinsics": np.ones((4, 4))}, r"intrinsics must be \[4\] or \[5, 4\], got \[4, 4\]"),
-        ({"intrinsics": np.array([0, 1, 2, 2])}, "focal lengths must be positive"),
-    ],
-)
-def test_cameras_that_cannot_be_used_are_refused(model, changes, says):
-    row = {name: array for name, array in (CAMERAS[0] | changes).items() if array is not None}
-    with pytest.raises(ValueError, match=says):
-        model.encode_inputs([CAMERAS[1], row], 5, SIZE[:2])
-
-
 def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path):
     """Wrong number of poses, a scaled rotation, three intrinsics, a focal length of 0, no intrinsics."""
     room.write_room(tmp_path / "room")

@@ -69,12 +69,6 @@ def test_the_least_recently_used_text_is_evicted_first(model, counted):
     assert counted == ["a", "b", "c", "b"]
 
 
-def test_batch_larger_than_the_cache_is_still_complete(model):
-    cache = TextCache(model, max_bytes=1)
-    texts = [f"text {i}" for i in range(20)]
-    assert len(next(iter(cache.encode(texts).values()))) == 20
-
-
 def test_a_new_text_may_evict_a_cached_text_of_its_batch(model):
     one = num_bytes(model.encode_text(["x"]))
     cache = TextCache(model, max_bytes=3 * one)

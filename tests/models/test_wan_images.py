@@ -105,18 +105,6 @@ def test_an_image_is_encoded_once_while_it_is_cached(load, pictures, monkeypatch
         assert torch.equal(first[CHANNELS_KEY], again[CHANNELS_KEY])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ([{}, {}], "2 of 2 samples have no first frame"),
-        ([{FIRST_FRAME: np.zeros((16, 48, 3), np.float32)}], r"must be \[32, 48, 3\], got \[16, 48, 3\]"),
-    ],
-)
-def test_samples_without_a_fitting_frame_are_refused(load, inputs, message):
-    with pytest.raises(ValueError, match=message):
-        load("wan22_i2v").encode_inputs(inputs, FRAMES, (HEIGHT, WIDTH))
-
-
 def test_nothing_is_denoised_without_an_image(load):
     model = load("wan21_i2v")
     latents = draw_cpu_normal([1], model.latent_shape(*SIZE))

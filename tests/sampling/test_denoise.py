@@ -1,10 +1,16 @@
+import itertools
+import math
+
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from each_case import check_each
 from velocities import shift_three, wavy
-from wfm_ds.sampling.plan import deterministic_plan
+from wfm_ds.sampling.edm import EDM_SOLVERS, Churn, make_edm_plan
+from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
+
+STOCHASTIC = ("flow_sde", "dance", "cps")
 
 
 def denoised(velocity, noise, sigmas, solver):
@@ -99,29 +105,33 @@ def test_dpm2_is_nearer_to_the_exact_end_than_euler_on_stock_grids_too(grid, gai
     assert sum(errors["dpm2"]) < gain * sum(errors["ode"])
 
 
-@pytest.mark.parametrize("solver", ["ode", "dpm2"])
-def test_the_model_is_called_once_per_step_at_the_exact_noise_level(solver):
-    sigmas, asked = shift_three(10), []
-    denoised(lambda x, sigma: asked.append(sigma) or wavy(x, sigma), torch.zeros(3, 1, 2, 2), sigmas, solver)
-    assert asked == sigmas[:-1].tolist()
-
-
 @check_each("noise", [torch.zeros(2, 3, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()])
 def test_noise_that_is_not_float32_latents_is_refused(noise):
     with pytest.raises(ValueError, match="noise must be"):
         denoised(wavy, noise, shift_three(2), "ode")
 
 
-@pytest.mark.parametrize("solver", ["ode", "dpm2"])
-def test_the_loop_never_reads_a_value_from_the_device(solver):
-    # A meta tensor has no values: reading one raises an error.
+CHURN = Churn.from_settings(5, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
+PLANS = {
+    **{solver: deterministic_plan(solver, shift_three(5)) for solver in ("ode", "dpm2")},
+    **{solver: stochastic_plan(solver, shift_three(5), noise_level=0.3, stored_steps=[2]) for solver in STOCHASTIC},
+    **{solver: make_edm_plan(solver, 5, CHURN, stored_steps=[2]) for solver in EDM_SOLVERS},
+}
+
+
+@check_each("solver", PLANS)
+def test_the_model_is_called_once_per_step_without_reading_values_and_without_a_graph(solver):
+    """Meta tensors have no values: reading one raises an error. EDM plans end with a call at their lowest level."""
+    plan, asked, weight = PLANS[solver], [], torch.ones((), device="meta", requires_grad=True)
     noise = torch.empty((2, 1, 3, 3), device="meta")
-    out = denoised(wavy, noise, shift_three(5), solver)
-    assert out.device.type == "meta"
-    assert out.shape == noise.shape
 
+    def predict(latents, sigma):
+        asked.append(sigma)
+        return weight * wavy(latents, sigma)
 
-def test_no_autograd_graph_is_kept():
-    weight = torch.ones((), requires_grad=True)
-    out = denoised(lambda x, s: weight * x, torch.ones(1, 1, 2, 2), shift_three(3), "dpm2")
-    assert not out.requires_grad
+    trajectory = plan.denoise(predict, noise, [1, 2])
+    assert asked == [*(step.sigma for step in plan.steps), *([0.01 / 1.01] if solver in EDM_SOLVERS else [])]
+    assert all(high > low for high, low in itertools.pairwise(asked))
+    tensors = [trajectory.clean_latents, *(step.log_prob for step in trajectory.stored_steps)]
+    assert all(tensor.device.type == "meta" and not tensor.requires_grad for tensor in tensors)
+    assert trajectory.clean_latents.shape == noise.shape

@@ -153,7 +153,10 @@ def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | 
     # Copy all lists, because pipelines may modify them.
     call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}
     shared = {name: call.pop(name) for name in case.shared_arguments if name in call}
-    calls = [shared | {name: _select_sample(value, i) for name, value in call.items()} for i in range(count)]
+    calls = [
+        shared | {name: value[i] if isinstance(value, list) else value for name, value in call.items()}
+        for i in range(count)
+    ]
     call |= shared
     read = _output_tensor if case.read_latents is None or call["output_type"] != "latent" else case.read_latents
     output = (
@@ -173,7 +176,3 @@ def _sample_tensor(output: Any) -> Tensor:
     """Return the result of a call for one sample, with a batch axis. Frames [F,C,H,W] of a video have none."""
     tensor = _output_tensor(output)
     return tensor if hasattr(output, "images") or tensor.ndim == 5 else tensor[None]
-
-
-def _select_sample(value: Any, i: int) -> Any:
-    return value[i] if isinstance(value, list) else value

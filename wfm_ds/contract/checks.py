@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -67,16 +68,8 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> It
         except CheckFailed as failure:
             yield CheckResult(name, str(failure))
         except Exception as error:  # noqa: BLE001, any exception of a user's class is a failure
-            yield CheckResult(
-                name, f"{type(error).__name__} in {_error_location(error)}: {' '.join(str(error).split())}"
-            )
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__} in {place.filename}:{place.lineno}: {' '.join(str(error).split())}"
+            yield CheckResult(name, message)
         else:
             yield CheckResult(name, None)
-
-
-def _error_location(error: Exception) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    assert trace is not None
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

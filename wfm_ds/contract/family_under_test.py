@@ -127,10 +127,6 @@ class FamilyUnderTest:
     def initial_noise(self, count: int = 2) -> Tensor:
         return self.model.draw_noise(SEEDS[:count], self.latent_shape)
 
-    def noise_generators(self) -> list[torch.Generator]:
-        """Return random generators that give the diffusers pipeline the same noise as `initial_noise`."""
-        return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
-
     def random_pixels(self, count: int = 2) -> Tensor:
         height, width, frames = self.size
         shape = (count, 3, frames, height, width) if self.model.is_video else (count, 3, height, width)
@@ -226,7 +222,8 @@ class FamilyUnderTest:
 
     def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
         """Return the arguments of `run_reference_pipeline` for guidance scale w and the random seeds SEEDS."""
-        call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]  # the noise of `initial_noise`
+        call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": generators}
         if (guider := self.model.guider_config(w)) is not None:
             call["guider"] = guider
         if not self.model.uses_clean_frames:

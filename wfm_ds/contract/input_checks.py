@@ -20,7 +20,7 @@ from wfm_ds.contract.family_under_test import (
     require_effect,
 )
 from wfm_ds.contract.pixel_checks import require_value_error
-from wfm_ds.models.assets.text_cache import Text, TextCache
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.sampling.latents import draw_cpu_normal
@@ -33,8 +33,8 @@ MIN_IMAGE_EFFECT = 1e-3  # minimum change of embeddings, which have magnitude 1
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
     """Check that two samples get different velocities if they differ only in their inputs."""
-    velocities = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
-    require_effect("different inputs change the velocity", *velocities, MIN_INPUT_EFFECT)
+    one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
+    require_effect("different inputs change the velocity", one, other, MIN_INPUT_EFFECT)
 
 
 def check_swapped_inputs(subject: FamilyUnderTest) -> None:
@@ -132,13 +132,15 @@ def check_text_cache_with_images(subject: FamilyUnderTest) -> None:
     Swapping the images of two samples must swap their embeddings.
     """
     texts = [(text, sample) for text in _list_texts(subject) for sample in (0, 1)]
+    model = subject.model_with_inputs
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):  # the second cache reads the embeddings from the disk
-            cache = TextCache(subject.model_with_inputs, store=TensorStore(Path(folder)))
+            cache = TextCache(model, store=TensorStore(Path(folder)))
             for order in (texts, texts[::-1]):  # the second time, the embeddings are in memory
-                got = cache.encode([_attach_images(subject, text, sample) for text, sample in order])
+                samples = [subject.sample_inputs()[sample] for _, sample in order]
+                got = cache.encode(model.attach_images([text for text, _ in order], samples))
                 rows = [_encode_alone(subject, *item) for item in order]
-                want = subject.model_with_inputs.stack_conditioning(rows)
+                want = model.stack_conditioning(rows)
                 for name, tensor in want.items():
                     require_close(f"the cached {name} of texts with images", got[name], tensor, subject.case.tolerance)
 
@@ -188,11 +190,6 @@ def _list_texts(subject: FamilyUnderTest) -> Sequence[str | NegativeText]:
         raise CheckNotApplicable("the text encoder sees no images")
     fail_unless(subject.case.inputs is not None, NO_CASE_INPUTS)
     return PROMPTS[0], NegativeText(PROMPTS[0])
-
-
-def _attach_images(subject: FamilyUnderTest, text: str | NegativeText, sample: int) -> Text:
-    (attached,) = subject.model_with_inputs.attach_images([text], [subject.sample_inputs()[sample]])
-    return attached
 
 
 def _encode_alone(subject: FamilyUnderTest, text: str | NegativeText, sample: int) -> Conditioning:

@@ -131,7 +131,8 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
     text = subject.encode_texts(model, PROMPTS, subject.sample_inputs()[:1] * 2)
     conditioning = text | _repeat_rows(subject.encode_required_inputs(model, 1), 2)
     latents = denoise_latents(model, noise, conditioning, model.sigmas(2, subject.latent_shape), solver="ode")
-    require_effect("the pixels of two prompts differ", *model.decode_latents(latents), MIN_PROMPT_EFFECT)
+    one, other = model.decode_latents(latents)
+    require_effect("the pixels of two prompts differ", one, other, MIN_PROMPT_EFFECT)
 
 
 def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
@@ -164,5 +165,5 @@ def check_conditioning_frames(subject: FamilyUnderTest) -> None:
         require_close(f"the latents with {count} conditioning frames", got, want, case.tolerance)
         require_close(f"the {count} conditioning frames", got[:, :, :count], latents[:, :, :count], case.tolerance)
         free = denoise_latents(model, noise, text, grid, solver="ode")
-        others = (latents[:, :, count:] for latents in (got, free))
-        require_effect(f"{count} conditioning frames change the other frames", *others, 1e-3)
+        what = f"{count} conditioning frames change the other frames"
+        require_effect(what, got[:, :, count:], free[:, :, count:], 1e-3)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.guardrail import Guardrail
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows
@@ -78,6 +79,7 @@ class DiffusionModel(NoiseSchedule, SourceImages):
     guidance_arguments: ClassVar[tuple[str, ...]] = ("guidance_scale",)  # pipeline call arguments, one per expert
     guidance_keys: ClassVar[frozenset[str]] = frozenset()  # supported keys of sampling.guidance besides `interval`
     input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
+    supported_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # {config file: {key: the only supported value}}
     text_inputs: ClassVar[frozenset[str]] = frozenset()  # image inputs that the text encoder also receives
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
     denoiser_components: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
@@ -149,7 +151,15 @@ class DiffusionModel(NoiseSchedule, SourceImages):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if the family does not support the pipeline in this folder."""
+        """Raise ModelError if the family does not support the pipeline in this folder, see `supported_options`."""
+        for file, options in cls.supported_options.items():
+            config = read_json(folder / file)
+            for key, value in options.items():
+                if config.get(key, value) != value:
+                    raise ModelError(
+                        f"{folder / file}: {key} {config[key]} is not supported, only {value}; use a supported model "
+                        "(docs/models.md)"
+                    )
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:

@@ -146,16 +146,20 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         shape, dtype = latents.shape, latents.dtype
         num_frames, rows, columns = token_grid(self.config, shape[2:])
         tokens = self.proj_in(self.patchify(latents))
-        embedded = self.time_embedder(self.time_proj(time * self.config.timestep_scale).to(self.time_dtype)).to(dtype)
+        time_dtype = next(self.time_embedder.parameters()).dtype
+        embedded = self.time_embedder(self.time_proj(time * self.config.timestep_scale).to(time_dtype)).to(dtype)
         noisy = free.to(dtype).repeat_interleave(rows * columns, 1)
         tokens = tokens + noisy[..., None] * embedded[:, None]
         after_text = text_mask.sum(1) + self.config.unified_3d_mrope_temporal_modality_margin  # [B]
         with tokens.device:
             positions = [self.video_positions(num_frames, rows, columns)]
         if actions is not None:
-            tokens = torch.cat([tokens, self.embed_actions(actions.to(dtype), domain)], 1)
+            # Noise-free action tokens. Action i has the time of frame i + 1.
+            embedded_actions = self.action_proj_in(actions.to(dtype), domain) + self.action_modality_embed
+            tokens = torch.cat([tokens, embedded_actions], 1)
             with tokens.device:
-                positions.append(self.action_positions(actions.shape[1]))
+                times = self.temporal_positions(torch.arange(1, actions.shape[1] + 1), self.fps)
+                positions.append(torch.stack([times, torch.zeros_like(times), torch.zeros_like(times)]))
         rotation = self.rotary_tables(torch.cat(positions, 1), after_text, dtype)
         tokens = self.sequence(tokens)
         # A single text has no padding and needs no mask. With a mask, the fast attention kernels could not be used.
@@ -168,11 +172,6 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
                 tokens = layer(tokens, *text, rotation)
         predicted = self.proj_out(self.norm_moe_gen(tokens))  # includes unused action predictions
         return (self.unpatchify(predicted[:, : num_frames * rows * columns], shape),)
-
-    @property
-    def time_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
-        return dtype
 
     def patchify(self, latents: Tensor) -> Tensor:
         """Convert latents [B,C,T,h,w] to N patches of p x p latents, [B, N, p * p * C].
@@ -192,21 +191,11 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         latents: Tensor = whole[..., : shape[-2], : shape[-1]]
         return latents
 
-    def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """Embed noise-free actions [batch, actions, action channels] as tokens [batch, actions, token channels]."""
-        tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
-        return tokens
-
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
         """Return the positions (time, row, column) of all video tokens, float32 [3, tokens]. Frame 0 has time 0."""
         frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
-
-    def action_positions(self, count: int) -> Tensor:
-        """Return the positions (time, 0, 0) of actions, float32 [3, count]. Action i has the time of frame i + 1."""
-        time = self.temporal_positions(torch.arange(1, count + 1), self.fps)
-        return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
         """Return the time positions of latent frames or actions.

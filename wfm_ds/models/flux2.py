@@ -186,7 +186,9 @@ class Flux2(FluxModel):
         count, _, h, w = latents.shape
         embeds = conditioning["prompt_embeds"]
         images = list_image_latents(latents, conditioning)
-        text_ids, image_ids = token_positions(embeds.shape[1], [image.shape[2:] for image in images], latents.device)
+        # A position consists of image index, row, column and text token index.
+        text_ids = functional.pad(torch.arange(embeds.shape[1], device=latents.device)[:, None], (3, 0))
+        image_ids = image_positions([image.shape[2:] for image in images], SOURCE_SPACING, latents.device)
         tokens = [image.flatten(2).transpose(1, 2) for image in images]  # [B, h w, C] each
         velocity: Tensor = self.denoiser(
             hidden_states=(tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)).to(self.dtype),
@@ -194,7 +196,7 @@ class Flux2(FluxModel):
             guidance=None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance),
             encoder_hidden_states=embeds.to(self.dtype),
             txt_ids=text_ids.expand(count, -1, -1),  # the network uses the first row
-            img_ids=image_ids.expand(count, -1, -1),
+            img_ids=functional.pad(image_ids, (0, 1)).expand(count, -1, -1),
             return_dict=False,
         )[0]
         return velocity[:, : h * w].transpose(1, 2).reshape(count, -1, h, w).float()
@@ -222,17 +224,6 @@ class Flux2(FluxModel):
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
         return call | self.export_call_kwargs()
-
-
-def token_positions(num_text: int, sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of the text tokens and of all image tokens, int64 [tokens, 4] each.
-
-    A position consists of image index, row, column and text token index.
-    sizes: (rows, columns) of tokens of the sample and of each reference image.
-    """
-    text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
-    text[:, 3] = torch.arange(num_text, device=device)
-    return text, functional.pad(image_positions(sizes, SOURCE_SPACING, device), (0, 1))
 
 
 def image_positions(sizes: Sequence[Sequence[int]], spacing: int, device: torch.device) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel, require_prompts
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS
 from wfm_ds.models.text_padding import pad_and_stack
@@ -30,7 +29,7 @@ GLYPHS, GLYPH_MASK = "glyph_embeds", "glyph_embeds_mask"  # texts in quotation m
 # of the last block.
 UNUSED_LAYERS = ("image_embedder", "context_embedder_2")
 UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
-REQUIRED_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # {config file: {key: the supported value}}
+SUPPORTED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "transformer/config.json": {"use_meanflow": False, "patch_size": 1, "patch_size_t": 1},
     "guider/guider_config.json": {
         "_class_name": "ClassifierFreeGuidance",
@@ -99,6 +98,7 @@ class HunyuanVideo15(DiffusionModel):
         *("transformer", "vae", "scheduler", "guider"),
         *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
     )
+    supported_options = SUPPORTED_OPTIONS
     conditioning_keys = frozenset({EMBEDS, MASK, GLYPHS, GLYPH_MASK})
     default_lora_targets = JOINT_ATTENTION_LAYERS
     block_classes = (HunyuanVideo15TransformerBlock,)
@@ -120,14 +120,6 @@ class HunyuanVideo15(DiffusionModel):
         for block in pipeline.vae.modules():
             if isinstance(block, HunyuanVideo15AttnBlock):
                 block.prepare_causal_attention_mask = make_causal_mask
-
-    @classmethod
-    def check_folder(cls, folder: Path) -> None:
-        for file, options in REQUIRED_OPTIONS.items():
-            config = read_json(folder / file)
-            for key, value in options.items():
-                if config.get(key, value) != value:
-                    raise ModelError(f"{folder / file}: {key} {config[key]} is not supported, only {value}")
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
         denoiser: nn.Module = pipeline.transformer

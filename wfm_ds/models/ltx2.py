@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from transformers.audio_utils import mel_filter_bank
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows, format_blocks, parse_blocks
@@ -37,9 +35,9 @@ MEL_WINDOW = 1024  # samples per Fourier transform; the audio VAE is trained wit
 MIN_MAGNITUDE = 1e-5
 # Default limits of the timestep shift in the pipeline, for schedulers without them.
 SHIFT_LIMITS = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
-REQUIRED_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # {component: {key of its config: the supported value}}
-    "transformer": {"patch_size": 1, "patch_size_t": 1},
-    "vae": {"timestep_conditioning": False},
+SUPPORTED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "transformer/config.json": {"patch_size": 1, "patch_size_t": 1},
+    "vae/config.json": {"timestep_conditioning": False},
 }
 
 
@@ -64,6 +62,7 @@ class Ltx2(DiffusionModel):
         *("transformer", "vae", "scheduler", "tokenizer", "text_encoder"),
         *("connectors", "audio_vae", "vocoder"),
     )
+    supported_options = SUPPORTED_OPTIONS
     conditioning_keys = frozenset({VIDEO_TEXT, AUDIO_TEXT, MASK})
     default_lora_targets = ATTENTION_LAYERS  # in self-, cross- and audio-video attention
     guidance_keys = frozenset({"audio_scale", "stg_blocks", "stg_scale", "modality_scale", "rescale"})
@@ -83,14 +82,6 @@ class Ltx2(DiffusionModel):
             raise ModelError(
                 f"{self.path}: model.max_sequence_length {self.max_sequence_length} must be a multiple of {registers}"
             )
-
-    @classmethod
-    def check_folder(cls, folder: Path) -> None:
-        for part, options in REQUIRED_OPTIONS.items():
-            config = read_json(folder / part / "config.json")
-            for key, value in options.items():
-                if config.get(key, value) != value:
-                    raise ModelError(f"{folder}: an LTX-2 pipeline with {key} {config[key]} in {part} is not supported")
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
         super().check_sampling(sampling)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,9 +11,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from torch import Tensor
 from torch.nn import functional
 
-from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import JOINT_ATTENTION_LAYERS, map_layers
 from wfm_ds.models.source_images import list_image_latents
@@ -31,6 +28,9 @@ FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "tx
 BLOCK = "transformer_blocks.{}"
 LAYER_NAMES = {name: name for name in (*(f"attn.{target}" for target in JOINT_ATTENTION_LAYERS), *FEED_FORWARD)}
 
+SUPPORTED_OPTIONS = {
+    "transformer/config.json": {"guidance_embeds": False, "zero_cond_t": False, "use_additional_t_cond": False}
+}
 UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # layers of the last block
 
 
@@ -48,22 +48,12 @@ class QwenImage(DiffusionModel):
     guidance_arguments = ("true_cfg_scale",)  # guidance_scale is embedded guidance, which these networks do not have
     block_classes = (QwenImageTransformerBlock,)
     supports_cuda_graphs = False  # the network creates tensors from Python numbers in each forward pass
-    stack_conditioning = staticmethod(pad_and_stack)
-    unsupported_options: ClassVar[tuple[str, ...]] = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond")
+    supported_options: ClassVar[Mapping[str, Mapping[str, Any]]] = SUPPORTED_OPTIONS
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
-
-    @classmethod
-    def check_folder(cls, folder: Path) -> None:
-        config = read_json(folder / "transformer" / "config.json")
-        for key in cls.unsupported_options:
-            if config.get(key):
-                raise ModelError(
-                    f"{folder}: a {cls.family} transformer with {key} is not supported; see docs/models.md"
-                )
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -79,6 +69,10 @@ class QwenImage(DiffusionModel):
         if mask is None:  # no padding
             mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         return {EMBEDS: embeds, MASK: mask}
+
+    @staticmethod
+    def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
+        return pad_and_stack(rows, (EMBEDS, MASK))
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         length = self.max_sequence_length

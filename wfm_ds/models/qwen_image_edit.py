@@ -21,11 +21,11 @@ from wfm_ds.models.assets.loading import translate_loading_errors
 from wfm_ds.models.base import TextWithImages
 from wfm_ds.models.qwen_image import EMBEDS, MASK, QwenImage
 from wfm_ds.models.source_images import create_source_specs
-from wfm_ds.models.text_padding import pad_and_stack
 from wfm_ds.types import SOURCES, Conditioning
 
 PROCESSOR = "processor"  # the component that tokenizes a text together with images
 EDIT_AREA = 1024 * 1024  # pixels of a source image in QwenImageEditPipeline
+SUPPORTED_OPTIONS = {"transformer/config.json": {"guidance_embeds": False, "use_additional_t_cond": False}}
 TEXT_TOKEN_SIDE = 28  # pixels along each side of an image token of the text encoder
 
 
@@ -50,7 +50,7 @@ class QwenImageEdit(QwenImage):
     input_specs = create_source_specs("source", required=True)
     text_inputs = frozenset({"source"})
     optional_conditioning_keys = frozenset({"source"})
-    unsupported_options = ("guidance_embeds", "use_additional_t_cond")
+    supported_options = SUPPORTED_OPTIONS
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
@@ -88,10 +88,6 @@ class QwenImageEdit(QwenImage):
         side, _ = self.text_image_size(*self.stock_source_size(1, 1))
         length = self.max_sequence_length + len(self.source_names) * round(side / TEXT_TOKEN_SIDE) ** 2
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
-
-    @staticmethod
-    def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        return pad_and_stack(rows, (EMBEDS, MASK))
 
     def stock_source_size(self, height: int, width: int) -> tuple[int, int]:
         width, height, _ = edit.calculate_dimensions(EDIT_AREA, width / height)

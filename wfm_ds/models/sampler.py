@@ -322,24 +322,14 @@ class Sampler:
         guided: whether guidance is used. Default: whether the recipe enables guidance for any expert.
         """
         inputs = [prompt.inputs for prompt in prompts]
-        positive = self.encode_texts([prompt_text(prompt) for prompt in prompts], inputs, shape)
+        texts = self.format_prompts([prompt_text(prompt) for prompt in prompts], inputs, shape)
+        positive = self.text_cache.encode(texts)
         negative = None
         if self.settings.uses_guidance() if guided is None else guided:
-            negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), inputs, shape)
+            texts = self.format_prompts(negative_texts(self.model, self.settings, prompts), inputs, shape)
+            negative = self.text_cache.encode(texts)
         shared = self.encode_inputs(inputs, conditional_frames, shape)
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
-
-    def encode_texts(
-        self,
-        texts: Sequence[PromptText],
-        inputs: Sequence[Mapping[str, npt.NDArray[Any]]],
-        shape: Sequence[int] | None = None,
-    ) -> Conditioning:
-        """Format and encode texts. inputs: inputs of each sample, which may have images for the text encoder.
-
-        shape: shape of one sample's latents (default: latent_shape).
-        """
-        return self.text_cache.encode(self.format_prompts(texts, inputs, shape))
 
     def format_prompts(
         self,
@@ -347,6 +337,10 @@ class Sampler:
         inputs: Sequence[Mapping[str, npt.NDArray[Any]]],
         shape: Sequence[int] | None = None,
     ) -> list[Text]:
+        """Format texts and add the images that the text encoder sees, from the inputs of each sample.
+
+        shape: shape of one sample's latents. Default: latent_shape.
+        """
         formatted = format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
         return self.model.attach_images(formatted, inputs)
 

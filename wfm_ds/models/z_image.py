@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.flux2 import image_positions
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_fused_layers, map_layers
@@ -25,6 +22,9 @@ from wfm_ds.types import Conditioning
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 PATCH_SIZE = 2  # latents along each side of a token
 PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and one frame
+SUPPORTED_OPTIONS = {  # siglip_feat_dim: the network has no image inputs
+    "transformer/config.json": {"siglip_feat_dim": None, "all_patch_size": [PATCH_SIZE], "all_f_patch_size": [1]}
+}
 # Default limits of the timestep shift in the pipeline, for schedulers without them.
 SHIFT_LIMITS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
 
@@ -143,19 +143,11 @@ class ZImage(DiffusionModel):
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = ATTENTION_LAYERS
     lora_layer_names = LORA_NAMES
+    supported_options = SUPPORTED_OPTIONS
     kohya_uses_diffusers_names = True  # kohya's musubi-tuner, src/musubi_tuner/zimage/zimage_model.py
     default_image_size = 1024
     block_classes = (ZImageTransformerBlock,)
     stack_conditioning = staticmethod(pad_and_stack)
-
-    @classmethod
-    def check_folder(cls, folder: Path) -> None:
-        config = read_json(folder / "transformer" / "config.json")
-        if config.get("siglip_feat_dim") is not None:
-            raise ModelError(f"{folder}: a Z-Image transformer with image inputs is not supported; use Z-Image")
-        patches = (config.get("all_patch_size", [PATCH_SIZE]), config.get("all_f_patch_size", [1]))
-        if patches != ([PATCH_SIZE], [1]):
-            raise ModelError(f"{folder}: Z-Image transformers with patches {patches} are not supported; use Z-Image")
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:

@@ -16,8 +16,6 @@ from torch.distributed import ProcessGroup
 from wfm_ds.errors import UserError
 from wfm_ds.ulysses.exchange import exchange_halo, gather_shards, local_shard, shard_sizes
 
-EPS = 1e-15  # as in diffusers' processors of linear attention
-
 
 class UlyssesTransformer(ABC):
     """Shards the tokens of a diffusers transformer. Each model family is a subclass in its own module of this package.
@@ -49,8 +47,11 @@ class UlyssesTransformer(ABC):
         self.check_config(transformer.config, self.num_ranks)
         self.shard_blocks(transformer)
         change_arguments(transformer, self._prepare_forward)
-        getattr(transformer, self.patch_embedding).register_forward_hook(self._shard_hook)
-        transformer.proj_out.register_forward_hook(self._gather_hook)
+        embedding = getattr(transformer, self.patch_embedding)
+        embedding.register_forward_hook(lambda module, args, embedded: self.shard_embedding(embedded))
+        transformer.proj_out.register_forward_hook(
+            lambda module, args, projected: gather_shards(projected, 1, self.lengths, self.group)
+        )
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
@@ -95,8 +96,7 @@ class UlyssesTransformer(ABC):
 
         shape: (channels, h, w) or (channels, latent frames, h, w).
         """
-        grid = patch_grid(shape[1:], patch_sizes(config, len(shape) - 1))
-        shard_sizes(cls.num_units(grid), num_ranks, cls.shard_unit)
+        shard_sizes(cls.num_units(patch_grid(config, shape[1:])), num_ranks, cls.shard_unit)
 
     def require_processor(self, attention: Any, expected: type) -> Any:
         """Return the attention's processor. Raises UserError unless it has the `expected` type."""
@@ -127,12 +127,6 @@ class UlyssesTransformer(ABC):
             if arguments.get(name) is not None:
                 raise self.sharding_error(f"{description} ({name}) are not supported")
         self.lengths = self.token_shard_sizes(arguments)
-
-    def _shard_hook(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return self.shard_embedding(embedded)
-
-    def _gather_hook(self, _: nn.Module, args: Any, projected: Tensor) -> Tensor:
-        return gather_shards(projected, 1, self.lengths, self.group)
 
 
 class UlyssesLineTransformer(UlyssesTransformer):
@@ -166,17 +160,12 @@ class UlyssesLineTransformer(UlyssesTransformer):
         return grid[0]
 
 
-def patch_sizes(config: Any, num_axes: int) -> list[int]:
-    """Return the patch size along each latent axis: [h, w], or [frames, h, w] if num_axes is 3."""
-    if isinstance(config.patch_size, Sequence):
-        return list(config.patch_size)
-    frames = [getattr(config, "patch_size_t", None) or 1]
-    return (frames + [config.patch_size] * 2)[-num_axes:]
-
-
-def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the number of patches along each axis. shape, patch_size: latent size and patch size along each axis."""
-    return [count // side for count, side in zip(shape, patch_size, strict=True)]
+def patch_grid(config: Any, shape: Sequence[int]) -> list[int]:
+    """Return the number of patches along each axis. shape: size of the latents, (h, w) or (frames, h, w)."""
+    sides = config.patch_size
+    if not isinstance(sides, Sequence):
+        sides = [getattr(config, "patch_size_t", None) or 1, sides, sides][-len(shape) :]
+    return [count // side for count, side in zip(shape, sides, strict=True)]
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:

@@ -39,7 +39,7 @@ class UlyssesCosmos25(UlyssesTransformer):
         """Return the number of tokens of each rank. If each frame has a timestep, flatten `arguments["timestep"]`."""
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
-        grid = patch_grid(latents.shape[2:], self.config.patch_size)
+        grid = patch_grid(self.config, latents.shape[2:])
         per_frame = grid[0] == num_frames and timestep.shape == (count, 1, num_frames, 1, 1)
         self.frames = (count, num_frames) if per_frame else None
         if per_frame:  # the transformer would expand unflattened timesteps to all tokens

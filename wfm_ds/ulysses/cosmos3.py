@@ -95,13 +95,15 @@ class Cosmos3Attention:
     ) -> Tensor:
         """Return the attention output for complete sequences, [batch, tokens, heads, channels per head]."""
         key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
+        if mask is not None:  # only text padding is masked: [B, 1, 1, text tokens + tokens]
+            mask = nn.functional.pad(mask, (0, query.shape[1]), value=True)[:, None, None]
         # Repeat key-value heads: some kernels require as many as query heads.
         queries_per_key = query.shape[2] // key.shape[2]
         attended: Tensor = dispatch_attention_fn(
             query,
             key.repeat_interleave(queries_per_key, 2),
             value.repeat_interleave(queries_per_key, 2),
-            attn_mask=None if mask is None else text_attention_mask(mask, query.shape[1]),
+            attn_mask=mask,
             backend=self._attention_backend,
         )
         return attended
@@ -119,11 +121,3 @@ def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
     cos, sin = (table[:, :, None] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def text_attention_mask(text_mask: Tensor, num_tokens: int) -> Tensor:
-    """Return the attention mask for text tokens followed by `num_tokens` other tokens. Only text padding is masked.
-
-    text_mask: bool [batch, text tokens]. The result is [batch, 1, 1, text tokens + num_tokens].
-    """
-    return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import JointAttnProcessor2_0
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from wfm_ds.ulysses.attention import project_output, sequence_attention
@@ -47,18 +47,17 @@ class UlyssesSD3(UlyssesTransformer):
             if attention is not None
         ]
         self.replace_processors(attentions, JointAttnProcessor2_0, SD3JointAttention)
-        transformer.context_embedder.register_forward_hook(self._split_text)
+        transformer.context_embedder.register_forward_hook(
+            lambda module, args, embedded: self.copy_local_shard(embedded, 1, self.text_lengths)
+        )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        grid = patch_grid(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
+        grid = patch_grid(self.config, arguments["hidden_states"].shape[2:])
         image = shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
         self.text_lengths = shard_sizes(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
         attention_kwargs = arguments.get("joint_attention_kwargs") or {}
         arguments["joint_attention_kwargs"] = {**attention_kwargs, "lengths": JointLengths(image, self.text_lengths)}
         return image
-
-    def _split_text(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return self.copy_local_shard(embedded, 1, self.text_lengths)
 
 
 class SD3JointAttention:

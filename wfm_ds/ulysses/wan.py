@@ -27,7 +27,7 @@ class UlyssesWan(UlyssesTransformer):
         self.replace_processors([block.attn1 for block in transformer.blocks], WanAttnProcessor, WanSelfAttention)
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        grid = patch_grid(arguments["hidden_states"].shape[2:], self.config.patch_size)
+        grid = patch_grid(self.config, arguments["hidden_states"].shape[2:])
         lengths = shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
         if arguments["timestep"].ndim == 2:  # [B,S]
             arguments["timestep"] = local_shard(arguments["timestep"], 1, lengths, self.group)

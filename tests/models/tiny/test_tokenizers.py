@@ -76,8 +76,3 @@ def test_merges_build_a_word_next_to_its_space_marker():
     assert suffix_merges("red", "</w>") == [("e", "d</w>"), ("r", "ed</w>")]
     assert suffix_merges("a", "</w>") == []
     assert prefix_merges("_", ["red", "rod"]) == [("_", "r"), ("_r", "e"), ("_re", "d"), ("_r", "o"), ("_ro", "d")]
-
-
-def test_words_cover_the_digits():
-    assert set("0123456789") < set(WORDS)
-    assert len(set(WORDS)) == len(WORDS)

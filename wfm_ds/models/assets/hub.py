@@ -15,7 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import (
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 INDEX = "model_index.json"
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 INDEX_NAME = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>\w+))?\.json")
-PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
+PART_SUFFIXES = (".json", WEIGHTS, ".txt", ".model", ".jinja")
 PROGRESS_INTERVAL_S = 30.0
 LANGUAGE_ADVICE = (
     "is a vision-language model: use data.kind: llava, as in the recipe reason_llava_sft (docs/reasoner.md)"
@@ -171,7 +171,7 @@ def list_component_files(repo: str, commit: str, parts: Sequence[str], *, weight
 
     Raises ModelError if the Hub cannot be reached or denies access.
     """
-    patterns = ["*.json", *(f"{part}/{files}" for part in parts for files in PART_FILES)]
+    patterns = ["*.json", *(f"{part}/*{suffix}" for part in parts for suffix in PART_SUFFIXES)]
     matches = list_files(repo, commit, patterns)
     names = set(select_files([file.filename for file in matches], parts, weights=weights))
     return [file for file in matches if file.filename in names]
@@ -229,32 +229,21 @@ def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = 
 
     If a component has plain weights (model.safetensors), its variants (model.fp16.safetensors) are skipped.
     """
-    plain = {parent_folder(name) for name in files if name.endswith(WEIGHTS) and parse_variant(file_name(name)) is None}
+    paths = [PurePosixPath(name) for name in files]
+    plain = {path.parent for path in paths if path.suffix == WEIGHTS and parse_variant(path.name) is None}
 
-    def is_needed(name: str) -> bool:
-        if "/" not in name:
-            return name.endswith(".json")
-        if parent_folder(name) not in parts or not name.endswith(tuple(suffix[1:] for suffix in PART_FILES)):
+    def is_needed(path: PurePosixPath) -> bool:
+        if len(path.parts) == 1:
+            return path.suffix == ".json"
+        if str(path.parent) not in parts or path.suffix not in PART_SUFFIXES:
             return False
-        if not weights and name.endswith(WEIGHTS):
+        if not weights and path.suffix == WEIGHTS:
             return False
-        return file_variant(file_name(name)) is None or parent_folder(name) not in plain
+        index = INDEX_NAME.fullmatch(path.name)
+        variant = parse_variant(path.name) if index is None else index["variant"]
+        return variant is None or path.parent not in plain
 
-    return [name for name in files if is_needed(name)]
-
-
-def file_variant(name: str) -> str | None:
-    """Return the variant, such as "fp16", in the name of a weight file or shard index, or None for plain weights."""
-    index = INDEX_NAME.fullmatch(name)
-    return parse_variant(name) if index is None else index["variant"]
-
-
-def parent_folder(name: str) -> str:
-    return name.rpartition("/")[0]
-
-
-def file_name(name: str) -> str:
-    return name.rpartition("/")[2]
+    return [name for name, path in zip(files, paths, strict=True) if is_needed(path)]
 
 
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:

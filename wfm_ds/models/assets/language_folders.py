@@ -64,12 +64,8 @@ def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
     except CachedRepoTreeNotFoundError:
-        return all((folder / name).is_file() for name in weight_file_names(folder)) and any(folder.glob("tokenizer*"))
+        index = folder / INDEX_FILE
+        weights = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
+        return all((folder / name).is_file() for name in weights) and any(folder.glob("tokenizer*"))
     needed = [Path(name) for name in names if "/" not in name and any(Path(name).match(form) for form in FILE_PATTERNS)]
     return all((folder / name).is_file() for name in needed)
-
-
-def weight_file_names(folder: Path) -> set[str]:
-    if not (folder / INDEX_FILE).is_file():
-        return {"model.safetensors"}
-    return set(read_weight_map(folder / INDEX_FILE).values())

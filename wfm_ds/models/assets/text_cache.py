@@ -238,13 +238,10 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
         return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
     if recipe.data.cache_text == "off" or recipe.data.streaming or model.text_inputs:
         return None  # the number of texts in a stream is unknown
-    return TensorStore(user_cache_folder() / TEXT_FOLDER / software_key(model))
-
-
-def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything that text embeddings depend on, except the text."""
+    # A hash of everything that text embeddings depend on, except the text.
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
-    return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
+    key = hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
+    return TensorStore(user_cache_folder() / TEXT_FOLDER / key)
 
 
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +59,14 @@ DECODER: Mapping[str, Any] = MappingProxyType(
         "max_position_embeddings": 1024,
     }
 )
+GEMMA_DECODER: Mapping[str, Any] = MappingProxyType(
+    {
+        **DECODER,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 64,
+        **{f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")},
+    }
+)
 QWEN_VL_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 QWEN_VL_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 
@@ -93,11 +101,7 @@ def t5_encoder(tokenizer: Any) -> Any:
 
 
 def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -> Any:
-    ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
-    config = transformers.Gemma2Config(
-        vocab_size=vocab_size, query_pre_attn_scalar=16, sliding_window=64, **DECODER, **ids
-    )
-    return build_encoder(class_name, config, seed)
+    return build_encoder(class_name, transformers.Gemma2Config(vocab_size=vocab_size, **GEMMA_DECODER), seed)
 
 
 def qwen25vl_encoder(tokenizer: Any, seed: int) -> Any:
@@ -138,24 +142,18 @@ def qwen3vl_model(tokenizer: Any, prefix: str, seed: int, *, text: Mapping[str, 
 
 def sd3_text(max_length: int) -> Parts:
     clip, t5 = clip_tokenizer(max_length), t5_tokenizer()
-    return {
-        "tokenizer": clip,
-        "tokenizer_2": clip,
-        "tokenizer_3": t5,
-        "text_encoder": clip_encoder(clip, CLIP_SEEDS[0]),
-        "text_encoder_2": clip_encoder(clip, CLIP_SEEDS[1]),
-        "text_encoder_3": t5_encoder(t5),
-    }
+    encoders = [*(clip_encoder(clip, seed) for seed in CLIP_SEEDS), t5_encoder(t5)]
+    return number_parts("tokenizer", [clip, clip, t5]) | number_parts("text_encoder", encoders)
 
 
 def flux_text(max_length: int) -> Parts:
     clip, t5 = clip_tokenizer(max_length), t5_tokenizer()
-    return {
-        "tokenizer": clip,
-        "tokenizer_2": t5,
-        "text_encoder": clip_encoder(clip, CLIP_SEEDS[0], "CLIPTextModel"),
-        "text_encoder_2": t5_encoder(t5),
-    }
+    encoders = [clip_encoder(clip, CLIP_SEEDS[0], "CLIPTextModel"), t5_encoder(t5)]
+    return number_parts("tokenizer", [clip, t5]) | number_parts("text_encoder", encoders)
+
+
+def number_parts(name: str, parts: Sequence[Any]) -> Parts:
+    return {name if i == 0 else f"{name}_{i + 1}": part for i, part in enumerate(parts)}
 
 
 def wan_text() -> Parts:
@@ -174,21 +172,18 @@ def gemma3_text() -> Parts:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
     tokenizer = gemma_tokenizer()
-    ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
-        text_config={**DECODER, "vocab_size": len(tokenizer), "query_pre_attn_scalar": 16, "sliding_window": 64, **ids},
+        text_config={**GEMMA_DECODER, "vocab_size": len(tokenizer)},
         vision_config={**vision, "image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
     )
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": 8}
     with temporary_seed(TEXT_SEED):
         connectors = LTX2TextConnectors(
             caption_channels=32,
             text_proj_in_factor=3,
-            **{f"{stream}_connector_num_attention_heads": 2 for stream in ("video", "audio")},
-            **{f"{stream}_connector_attention_head_dim": 16 for stream in ("video", "audio")},
-            **{f"{stream}_connector_num_layers": 1 for stream in ("video", "audio")},
-            **{f"{stream}_connector_num_learnable_registers": 8 for stream in ("video", "audio")},
+            **{f"{stream}_connector_{name}": size for stream in ("video", "audio") for name, size in sizes.items()},
             rope_type="split",
             rope_double_precision=False,
         )
@@ -239,12 +234,8 @@ def hunyuan_video15_text() -> Parts:
         **boundary_token_ids(tokenizer),
     )
     byt5 = transformers.ByT5Tokenizer()
-    return {
-        "tokenizer": tokenizer,
-        "text_encoder": build_encoder("Qwen2_5_VLTextModel", config, TEXT_SEED),
-        "tokenizer_2": byt5,
-        "text_encoder_2": t5_encoder(byt5),
-    }
+    encoders = [build_encoder("Qwen2_5_VLTextModel", config, TEXT_SEED), t5_encoder(byt5)]
+    return number_parts("tokenizer", [tokenizer, byt5]) | number_parts("text_encoder", encoders)
 
 
 def cosmos3_text() -> Parts:

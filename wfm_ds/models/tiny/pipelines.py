@@ -152,7 +152,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
     {
         "sd3": sd3(
             sizes=sizes.SD3,
-            vae=vaes.sd3_vae,
+            vae=partial(vaes.image_vae, widths=(8, 16), shift_factor=0.0609, scaling_factor=1.5305, force_upcast=False),
             scheduler=partial(flow_match, shift=3.0),
             text=partial(encoders.sd3_text, 16),
             call={**IMAGE_CALL, "max_sequence_length": 16},
@@ -192,7 +192,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             pipeline="FluxKontextPipeline",
             transformer="FluxTransformer2DModel",
             sizes=sizes.FLUX_KONTEXT,
-            vae=vaes.flux_vae,
+            vae=partial(vaes.image_vae, widths=(8, 16), shift_factor=0.1159, scaling_factor=0.3611),
             scheduler=partial(flow_match, use_dynamic_shifting=True, shift=3.0),
             text=partial(encoders.flux_text, 16),
             change_weights=partial(amplify_text, 4.0),
@@ -218,7 +218,7 @@ PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
             pipeline="ZImagePipeline",
             transformer="ZImageTransformer2DModel",
             sizes=sizes.Z_IMAGE,
-            vae=vaes.z_image_vae,
+            vae=partial(vaes.image_vae, widths=(8,) * 4, shift_factor=0.1159, scaling_factor=0.3611),
             scheduler=partial(flow_match, shift=6.0),
             text=partial(encoders.qwen3_text, "Qwen3Model", 3),
             change_weights=randomize_padding,

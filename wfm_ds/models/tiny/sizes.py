@@ -11,6 +11,8 @@ def set_sizes(base: Mapping[str, Any] | None = None, **sizes: Any) -> Mapping[st
     return MappingProxyType({**(base or {}), **sizes})
 
 
+# Sizes of many transformers: width 32, 4 latent channels.
+SMALL = set_sizes(in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2, attention_head_dim=16)
 # One block has dual attention; queries and keys have RMS norms.
 SD3 = set_sizes(
     sample_size=16,
@@ -65,10 +67,7 @@ EDITS = set_sizes(
 )
 # As LTX-2.3, with gates, a second time embedding for texts, and blocks that can skip self-attention.
 LTX2 = set_sizes(
-    in_channels=4,
-    out_channels=4,
-    num_attention_heads=2,
-    attention_head_dim=16,
+    SMALL,
     cross_attention_dim=32,
     vae_scale_factors=(2, 8, 8),
     audio_in_channels=4,
@@ -76,7 +75,6 @@ LTX2 = set_sizes(
     audio_num_attention_heads=2,
     audio_attention_head_dim=8,
     audio_cross_attention_dim=16,
-    num_layers=2,
     caption_channels=32,
     rope_type="split",
     rope_double_precision=False,
@@ -87,11 +85,8 @@ LTX2 = set_sizes(
     perturbed_attn=True,
 )
 HUNYUAN_VIDEO15 = set_sizes(
+    SMALL,
     in_channels=9,  # 4 latent channels, 4 of conditioning frames and their mask
-    out_channels=4,
-    num_attention_heads=2,
-    attention_head_dim=16,
-    num_layers=2,
     num_refiner_layers=1,
     text_embed_dim=32,
     text_embed_2_dim=64,
@@ -111,11 +106,7 @@ FLUX_KONTEXT = set_sizes(
     axes_dims_rope=(4, 6, 6),
 )
 SANA = set_sizes(
-    in_channels=4,
-    out_channels=4,
-    num_layers=2,
-    num_attention_heads=2,
-    attention_head_dim=16,
+    SMALL,
     num_cross_attention_heads=2,
     cross_attention_head_dim=16,
     cross_attention_dim=32,
@@ -126,15 +117,11 @@ SANA = set_sizes(
 )
 SANA_VIDEO = set_sizes(SANA, sample_size=30, patch_size=(1, 2, 2), rope_max_seq_len=32)
 WAN = set_sizes(
+    SMALL,
     patch_size=(1, 2, 2),
-    num_attention_heads=2,
-    attention_head_dim=16,
-    in_channels=4,
-    out_channels=4,
     text_dim=32,
     freq_dim=32,
     ffn_dim=64,
-    num_layers=2,
     rope_max_seq_len=32,
 )
 WAN_IMAGE = set_sizes(WAN, in_channels=12)  # four latents, four frame masks, four image latents
@@ -174,12 +161,9 @@ WORLD = set_sizes(
     num_embodiment_domains=1,
 )
 QWEN_IMAGE = set_sizes(
+    SMALL,
     patch_size=2,
     in_channels=16,
-    out_channels=4,
-    num_layers=2,
-    attention_head_dim=16,
-    num_attention_heads=2,
     joint_attention_dim=32,
     axes_dims_rope=(8, 4, 4),
 )
@@ -208,11 +192,8 @@ SANA_WM = set_sizes(
     mlp_ratio=2.0,
 )
 COSMOS25 = set_sizes(
+    SMALL,
     in_channels=5,  # 4 latent channels and the mask of conditioning frames
-    out_channels=4,
-    num_attention_heads=2,
-    attention_head_dim=16,
-    num_layers=2,
     mlp_ratio=2.0,
     text_embed_dim=32,
     adaln_lora_dim=8,

@@ -51,18 +51,6 @@ def image_vae(class_name: str = "AutoencoderKL", *, widths: tuple[int, ...], **c
         )
 
 
-def sd3_vae() -> Any:
-    return image_vae(widths=(8, 16), shift_factor=0.0609, scaling_factor=1.5305, force_upcast=False)
-
-
-def flux_vae() -> Any:
-    return image_vae(widths=(8, 16), shift_factor=0.1159, scaling_factor=0.3611)
-
-
-def z_image_vae() -> Any:
-    return image_vae(widths=(8,) * 4, shift_factor=0.1159, scaling_factor=0.3611)
-
-
 def flux2_vae() -> Any:
     """Return a random image VAE that halves height and width. Its batch norm changes the latents."""
     vae = image_vae("AutoencoderKLFlux2", widths=(8, 16))
