@@ -155,7 +155,7 @@ class DiffusionModel(NoiseSchedule, SourceImages):
         for file, options in cls.supported_options.items():
             config = read_json(folder / file)
             for key, value in options.items():
-                if config.get(key, value) != value:
+                if (config.get(key, value) or None) != (value or None):  # diffusers treats null like false
                     raise ModelError(
                         f"{folder / file}: {key} {config[key]} is not supported, only {value}; use a supported model "
                         "(docs/models.md)"
