@@ -205,15 +205,20 @@ def test_plain_diffusers_reproduces_the_trainers_images_from_the_export(finished
 
 def test_generate_reproduces_the_samples_of_a_lora_run(finished, tmp_path):
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
-    arguments = ["--prompts", str(ROOT / "recipes/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
-    # The batch size is the number of samples per rank of the run, which has 8 samples in total.
-    arguments += ["--steps", "4", "--seeds", "1000001", "1000002", "--batch", "4"]
-    lora = str(finished / "safetensors" / "step_2" / "lora")
-    assert wfm_command("generate")(["--model", base, "--lora", lora, *arguments, "--out", str(tmp_path / "lora")]) == 0
-    assert wfm_command("generate")(["--model", base, *arguments, "--out", str(tmp_path / "base")]) == 0
-    ours, theirs, bases = (drawn(f) for f in (finished / "samples" / "step_2", tmp_path / "lora", tmp_path / "base"))
-    assert all(np.array_equal(theirs[key], image) for key, image in ours.items())
-    assert not any(np.array_equal(bases[key], image) for key, image in ours.items())
+    ours = drawn(finished / "samples" / "step_2")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(dict.fromkeys(prompt for prompt, _ in ours)))
+    arguments = ["--model", base, "--prompts", prompts, "--height", "32", "--width", "32", "--steps", "4"]
+    lora = ["--lora", finished / "safetensors" / "step_2" / "lora"]
+    for seed in (1000001, 1000002):  # of rank 0 and of rank 1: the batches of the run
+        words = [*arguments, "--seeds", seed, "--batch", "4"]
+        assert wfm_command("generate")([*words, *lora, "--out", tmp_path / f"lora_{seed}"]) == 0
+        assert wfm_command("generate")([*words, "--out", tmp_path / f"base_{seed}"]) == 0
+        theirs, bases = drawn(tmp_path / f"lora_{seed}"), drawn(tmp_path / f"base_{seed}")
+        assert len(theirs) == 4
+        for key, image in theirs.items():  # with AVX-512, oneDNN's last bits differ between two processes
+            assert np.count_nonzero(image != ours[key]) < 4
+            assert np.count_nonzero(image != bases[key]) > 50
 
 
 @pytest.mark.slow
