@@ -11,7 +11,7 @@ from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
-from wfm_ds.transport.sockets import Dealer, Router, SendQueueFull
+from wfm_ds.transport.sockets import Dealer
 from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.worker import LeaseWorker
 
@@ -80,24 +80,19 @@ class RawPeer:
     """A bare client or worker that can send messages which real clients and workers never send."""
 
     def __init__(self, stack, endpoint):
-        self.context, self.mids = zmq.Context(), itertools.count(1)
-        self.dealer = Dealer(self.context, endpoint)
-        stack.callback(lambda: (self.dealer.close(), self.context.term()))
+        context, self.mids = zmq.Context(), itertools.count(1)
+        self.dealer = Dealer(context, endpoint)
+        set_timeouts(self.dealer.socket)
+        stack.callback(lambda: (self.dealer.close(), context.term()))
 
     def say(self, message_type, **fields):
         self.send(wire.encode_header(message_type, next(self.mids), fields))
 
-    def send(self, header, *payload):
-        deadline_s = time.monotonic() + DEADLINE_S
-        while True:
-            try:
-                return self.dealer.send(header, payload)
-            except SendQueueFull:  # not connected yet
-                assert time.monotonic() < deadline_s
-                self.dealer.socket.poll(10)
+    def send(self, *frames):
+        self.dealer.socket.send_multipart(frames)
 
     def hear(self, message_type):
-        return hear(self.dealer.socket, self.dealer.receive, BROKER_TO_WORKER | BROKER_TO_CLIENT, message_type)
+        return hear(self.dealer.socket.recv_multipart, BROKER_TO_WORKER | BROKER_TO_CLIENT, message_type)
 
 
 class RawWorker(RawPeer):
@@ -114,27 +109,34 @@ class RawHub:
     """Raw broker for clients or workers."""
 
     def __init__(self, stack, folder):
-        context = zmq.Context()
-        self.router, self.route = Router(context, f"ipc://{folder}/raw"), b""
-        stack.callback(lambda: (self.router.close(), context.term(), self.router.remove_files()))
+        context, self.route, self.endpoint = zmq.Context(), b"", f"ipc://{folder}/raw"
+        self.socket = context.socket(zmq.ROUTER)
+        set_timeouts(self.socket)
+        self.socket.bind(self.endpoint)
+        stack.callback((folder / "raw").unlink)
+        stack.callback(context.destroy, linger=0)
 
     def hear(self, message_type):
-        return hear(self.router.socket, self._receive, CLIENT_TO_BROKER | WORKER_TO_BROKER, message_type)
+        return hear(self._receive, CLIENT_TO_BROKER | WORKER_TO_BROKER, message_type)
 
     def _receive(self):
-        self.route, frames = self.router.receive()
+        self.route, *frames = self.socket.recv_multipart()
         return frames
 
     def say(self, message_type, **fields):
-        self.router.send(self.route, wire.encode_header(message_type, 1, fields))
+        self.socket.send_multipart([self.route, wire.encode_header(message_type, 1, fields)])
 
 
-def hear(socket, receive, types, message_type):
+def set_timeouts(socket):
+    for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
+        socket.set(option, int(1000 * DEADLINE_S))
+
+
+def hear(receive, types, message_type):
     """Return the fields of the next message of this type; drop other messages."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
-        if socket.poll(50):
-            message = wire.decode_message([frame.buffer for frame in receive()], types)
-            if message.type == message_type:
-                return message.fields
+        message = wire.decode_message(receive(), types)
+        if message.type == message_type:
+            return message.fields
     raise AssertionError(f"no {message_type} within {DEADLINE_S:g} s")

@@ -12,21 +12,21 @@ import zmq
 
 from wfm_ds.errors import UserError
 from wfm_ds.transport.socket_folders import FOLDER_PREFIX, SocketFolder, hold_folder, remove_orphaned_folders
-from wfm_ds.transport.sockets import Router
+from wfm_ds.transport.sockets import MessagePort
 
 OWNER = """
 import sys, zmq
 from wfm_ds.transport.socket_folders import SocketFolder
-from wfm_ds.transport.sockets import Router
+from wfm_ds.transport.sockets import MessagePort
 folder = SocketFolder()
-router = Router(zmq.Context(), f"ipc://{folder.path}/clients")
+router = MessagePort(zmq.Context(), f"ipc://{folder.path}/clients", None, (), {})
 print(folder.path, flush=True)
 sys.stdin.read()
 """
 GUEST = """
 import sys, zmq
-from wfm_ds.transport.sockets import Router
-router = Router(zmq.Context(), f"ipc://{sys.argv[1]}/workers")
+from wfm_ds.transport.sockets import MessagePort
+router = MessagePort(zmq.Context(), f"ipc://{sys.argv[1]}/workers", None, (), {})
 print("bound", flush=True)
 sys.stdin.read()
 """
@@ -149,7 +149,7 @@ def test_new_folders_survive_a_concurrent_cleanup(base):
 
 def test_a_router_keeps_its_folder_in_use_until_it_removes_its_files(base):
     context, folder = zmq.Context(), SocketFolder()
-    router = Router(context, f"ipc://{folder.path}/clients")
+    router = MessagePort(context, f"ipc://{folder.path}/clients", None, frozenset(), {})
     folder._unlock()  # as if its creator was killed
     assert remove_orphaned_folders(base) == []
     router.close()

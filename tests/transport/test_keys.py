@@ -17,7 +17,7 @@ import zmq
 from each_case import check_each
 from transport import peers
 from transport.peers import DEADLINE_S, collect, submit, until
-from wfm_ds.transport import keys
+from wfm_ds.cli.main import main
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.keys import KeyFileError, create_key_pair, load_broker_keys, load_client_keys
 from wfm_ds.transport.socket_folders import SocketFolder
@@ -250,7 +250,7 @@ def test_an_incomplete_key_pair_is_named_and_not_changed(tmp_path, there):
 
 def test_key_names_are_restricted(tmp_path, capsys):
     for name in ("", "../x", "a b", "a/b", "x" * 65):
-        assert keys.main(["new", str(tmp_path), name]) == 2
+        assert main(["keys", "new", str(tmp_path), name]) == 2
         assert "is not a valid key name" in capsys.readouterr().err
 
 

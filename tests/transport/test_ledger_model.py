@@ -154,12 +154,12 @@ class Model(RuleBasedStateMachine):
     def worker_lost(self, worker):
         for task_id in self.ledger.remove_lost_worker(worker, "gone"):
             self.spent((worker, task_id, self.held_by.get(task_id, ("", 0))[1]))
-        assert not self.ledger.has_worker(worker)
+        assert worker not in self.ledger._workers
 
     @rule(worker=workers)
     def worker_left(self, worker):
         self.returned(worker, self.ledger.remove_departed_worker(worker))
-        assert not self.ledger.has_worker(worker)
+        assert worker not in self.ledger._workers
 
     @rule(worker=workers, ids=st.sets(task_ids, max_size=3))
     def not_sent(self, worker, ids):

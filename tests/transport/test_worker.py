@@ -54,7 +54,7 @@ def hub(stack):
 @pytest.fixture
 def steps(stack, hub):
     steps = Steps()
-    a_worker(stack, hub.router.endpoint, steps, credit=2, ends_process=False)
+    a_worker(stack, hub.endpoint, steps, credit=2, ends_process=False)
     stack.callback(steps.go_on.release, 100)
     hub.hear("hello")
     hub.say("welcome", hub="1", beat_s=0.05)

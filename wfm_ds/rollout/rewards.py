@@ -217,8 +217,8 @@ class RewardClient:
             self._scores.setdefault(score.sample_id, {})[score.reward] = score
 
     def _fail_overdue(self, now_s: float) -> None:
-        silent_s = self._pipe.silence_s()
-        cause = f" ({self._pipe.connection_problem()} for {silent_s:.0f} s)" if silent_s > 10 else ""
+        silent_s = self._pipe.silence_s
+        cause = f" ({self._pipe.problem} for {silent_s:.0f} s)" if silent_s > 10 else ""
         overdue = {task_id: ticket for task_id, ticket in self._pending_tasks.items() if now_s >= ticket.deadline_s}
         for task_id, ticket in overdue.items():
             self._fail_task(ticket, f"timeout after {self._reward.timeout_s:g} s in {ticket.reward}{cause}")
@@ -226,10 +226,10 @@ class RewardClient:
         self._pipe.cancel(overdue)
 
     def _fail_if_lost(self) -> None:
-        silent_s = self._pipe.silence_s()
+        silent_s = self._pipe.silence_s
         if silent_s > self._lost_after_s:
             for ticket in self._pending_tasks.values():
-                self._fail_task(ticket, f"reward service lost: {self._pipe.connection_problem()} for {silent_s:.0f} s")
+                self._fail_task(ticket, f"reward service lost: {self._pipe.problem} for {silent_s:.0f} s")
             self._pipe.cancel(self._pending_tasks)
             self._pending_tasks.clear()
 

@@ -23,9 +23,9 @@ from wfm_ds.transport.broker_workers import BrokerWorkers
 from wfm_ds.transport.keys import BrokerKeys
 from wfm_ds.transport.ledger import Ledger
 from wfm_ds.transport.messages import CLIENT_TO_BROKER, WORKER_TO_BROKER
-from wfm_ds.transport.sockets import ActiveClock, Mailbox, MessagePort, start_authenticator
+from wfm_ds.transport.sockets import ActiveClock, Mailbox, MessagePort, poll_sockets, start_authenticator
 from wfm_ds.transport.spool import Spool
-from wfm_ds.transport.tasks import BrokerStatus, Completion, FinishedTask, Task, TaskPayload, ignore_task
+from wfm_ds.transport.tasks import BrokerStatus, Completion, FinishedTask, Task, TaskPayload
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Broker:
         kinds: Mapping[str, TaskKind],
         max_waiting: int = 20000,
         max_bytes: int = 2**32,
-        observer: Callable[[FinishedTask], None] = ignore_task,
+        observer: Callable[[FinishedTask], None] = lambda task: None,
         keys: BrokerKeys | None = None,
         worker_keys: bool = False,
         on_stall: Callable[[str], None] = lambda worker: None,
@@ -107,7 +107,7 @@ class Broker:
             client_port,
             self._ledger,
             self._spool,
-            kinds={name: kind.info for name, kind in kinds.items()},
+            kinds={name: dict(kind.info) for name, kind in kinds.items()},
             cancel=self._workers.cancel_task,
         )
         self._stop_at_s: float | None = None
@@ -181,11 +181,8 @@ class Broker:
 
     def _run_thread(self) -> None:
         try:
-            poller = zmq.Poller()
-            for readable in (*(port.socket for port in self._ports), self._commands.fileno()):
-                poller.register(readable, zmq.POLLIN)
             while not self._is_drained():
-                poller.poll(POLL_MS)
+                poll_sockets([*(port.socket for port in self._ports), self._commands], POLL_MS)
                 self._run_once(self._clock.tick(time.monotonic()))
         except Exception as error:  # last resort: the owner reads `error`
             log.exception("the broker failed")

@@ -45,7 +45,7 @@ class BrokerClients:
         ledger: Ledger,
         spool: Spool,
         *,
-        kinds: Mapping[str, Mapping[str, Any]],
+        kinds: dict[str, dict[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
         """kinds: {kind of task: information for clients}.
@@ -114,12 +114,9 @@ class BrokerClients:
     def _attach_client(self, route: bytes, key: str, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
         owner = f"{fields['run']}/{fields['client']}"
         client = self._clients.get(owner)
-        why = ""
-        if client is not None and client.key != key:
-            why = f"client {owner} is already attached with another key"
-        elif client is not None and fields["epoch"] < client.epoch:
-            why = f"a newer client {owner} is attached"
-        if why:
+        if client is not None and (client.key != key or fields["epoch"] < client.epoch):
+            newer = f"a newer client {owner} is attached"
+            why = newer if client.key == key else f"client {owner} is already attached with another key"
             self._port.send_message(route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
             return
         if client is None or fields["epoch"] > client.epoch:
@@ -129,8 +126,7 @@ class BrokerClients:
         self._owners_by_route[route] = owner
         client.route, client.last_seen_s = route, now_s
         client.last_sent_seq = 0  # messages to the old route may be lost
-        kinds = {name: dict(info) for name, info in self._kinds.items()}
-        self._port.send_message(route, "attached", {"session": client.session, "kinds": kinds})
+        self._port.send_message(route, "attached", {"session": client.session, "kinds": self._kinds})
 
     def _drop_client(self, owner: str) -> None:
         self._cancel_running_tasks(self._ledger.forget_owner(owner), "its client disconnected")
@@ -171,7 +167,7 @@ class BrokerClients:
             batch: list[dict[str, Any]] = []
             size = 0
             for item in items:
-                fields = _completion_fields(item)
+                fields = {name: getattr(item, name) for name in Completion.__slots__}
                 size += len(wire.pack_value(fields))
                 if batch and size > MAX_COMPLETION_BYTES:
                     break
@@ -180,7 +176,3 @@ class BrokerClients:
                 return
             client.last_sent_seq = batch[-1]["seq"]
             items = items[len(batch) :]
-
-
-def _completion_fields(item: Completion) -> dict[str, Any]:
-    return {name: getattr(item, name) for name in Completion.__slots__}

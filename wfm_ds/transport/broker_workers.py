@@ -16,7 +16,7 @@ import zmq
 from wfm_ds.transport import wire
 from wfm_ds.transport.ledger import Ledger
 from wfm_ds.transport.messages import META_BYTES, REASON_CHARS
-from wfm_ds.transport.sockets import MessagePort, PeerUnreachable, SendQueueFull, sender_key
+from wfm_ds.transport.sockets import MessagePort, PeerUnreachable, sender_key
 from wfm_ds.transport.spool import Spool
 from wfm_ds.transport.tasks import LeaseGrant, ReportStatus, TaskPayload
 from wfm_ds.transport.wire import Message, WireError
@@ -118,7 +118,7 @@ class BrokerWorkers:
             self._on_hello(route, sender_key(frames[0]), fields, now_s)
             return
         worker = self._workers_by_route.get(route)
-        if worker is None or not self._ledger.has_worker(worker):
+        if worker is None:
             self._port.send_message(route, "who", {})
             return
         self._workers[worker].last_contact_s = now_s
@@ -197,7 +197,7 @@ class BrokerWorkers:
             task = outbox[0]
             try:
                 self._port.send(route, task.header, task.frames)
-            except SendQueueFull:
+            except zmq.Again:
                 return
             except PeerUnreachable:
                 self.drop_worker(worker, "the connection was lost")

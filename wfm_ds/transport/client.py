@@ -25,6 +25,7 @@ from wfm_ds.transport.sockets import (
     Mailbox,
     PipeError,
     check_endpoint,
+    poll_sockets,
     resolve_endpoint,
 )
 from wfm_ds.transport.submissions import (
@@ -75,13 +76,13 @@ class PipeClient:
         self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint, keys=keys is not None)
         self._keys = keys
         self.kinds: dict[str, dict[str, Any]] = {}  # task kinds offered by the broker; set by `attach`
+        self.problem = "not connected yet"  # why the broker does not reply
+        self.silence_s = 0.0  # seconds since the last message from the broker
         self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._condition = threading.Condition()
         self._outcomes: list[TaskOutcome] = []
         self._stopping = False
-        self._silence_s = 0.0
-        self._problem = "not connected yet"
         self._rejected_at_s = float("-inf")  # time of the last rejection
         # Used only by the background thread:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -111,13 +112,13 @@ class PipeClient:
 
         with self._condition:
             if not self._condition.wait_for(has_reply, min(REPORT_DELAY_S, timeout_s)) and timeout_s > REPORT_DELAY_S:
-                log.warning("waiting up to %g s for the service: %s", timeout_s, self._problem)
+                log.warning("waiting up to %g s for the service: %s", timeout_s, self.problem)
                 self._condition.wait_for(has_reply, timeout_s - REPORT_DELAY_S)
             if not self._last_session:
                 if self._rejected_at_s >= refused_s:
-                    raise PipeError(self._problem)
+                    raise PipeError(self.problem)
                 fix = "start the service, or correct its address"
-                raise PipeError(f"no reply within {timeout_s:g} s: {self._problem}: {fix}")
+                raise PipeError(f"no reply within {timeout_s:g} s: {self.problem}: {fix}")
 
     def submit(
         self,
@@ -154,7 +155,7 @@ class PipeClient:
             self._commands.put(lambda: self._cancel_tasks(task_ids))
 
     def fetch_results(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
-        """Return {task id: result}. Other clients of this run may have submitted the tasks.
+        """Return {task id: result} for tasks of any client of this run.
 
         Raises PipeError if a result is missing, or if no result arrives for `timeout_s` seconds.
         """
@@ -172,8 +173,8 @@ class PipeClient:
 
     def release_results(self, ids: Iterable[str]) -> None:
         """Allow the broker to drop the tensors of these results."""
-        task_ids = list(ids)
-        self._commands.put(lambda: self._queue_releases(task_ids))
+        never_sent = dict.fromkeys(ids, float("-inf"))
+        self._commands.put(lambda: self._pending_releases.update(never_sent))
 
     def now_s(self) -> float:
         """Return `time.monotonic()` minus the time for which this process was suspended.
@@ -181,13 +182,6 @@ class PipeClient:
         Deadlines of tasks use this clock.
         """
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
-
-    def silence_s(self) -> float:
-        """Return the seconds since the last message from the broker."""
-        return self._silence_s
-
-    def connection_problem(self) -> str:
-        return self._problem
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel open tasks and disconnect."""
@@ -204,14 +198,13 @@ class PipeClient:
                 replies |= {key: self._payloads.pop(key) for key in self._payloads.keys() & requests.keys()}
         if missing:
             self._commands.put(lambda: self._drop_requests(requests))
-            why = self._problem if self._silence_s > timeout_s else "the broker did not send them"
+            why = self.problem if self.silence_s > timeout_s else "the broker did not send them"
             raise PipeError(
                 f"no payload arrived for {timeout_s:g} s, {len(missing)} missing, e.g. {min(missing)}: {why}"
             )
-        messages = {key: reply for key, reply in replies.items() if not isinstance(reply, str)}
-        if len(messages) < len(replies):
-            raise PipeError("; ".join(reply for reply in replies.values() if isinstance(reply, str)))
-        return messages
+        if reasons := [reply for reply in replies.values() if isinstance(reply, str)]:
+            raise PipeError("; ".join(reasons))
+        return {key: reply for key, reply in replies.items() if isinstance(reply, Message)}
 
     # Methods of the background thread
 
@@ -224,13 +217,13 @@ class PipeClient:
     def _run_thread(self) -> None:
         try:
             while not self._stopping:
-                self._poll_sockets()
+                poll_sockets([self._commands, None if self._dealer is None else self._dealer.socket], POLL_MS)
                 now_s = self._clock.tick(time.monotonic())
                 for command in self._commands.take_all():
                     command()
                 while self._dealer and (message := self._dealer.receive_message(BROKER_TO_CLIENT)) is not None:
                     self._handle_message(message, now_s)
-                self._silence_s = now_s - self._last_contact_s
+                self.silence_s = now_s - self._last_contact_s
                 if not self._session:
                     self._try_to_attach(now_s)
                 else:
@@ -240,13 +233,6 @@ class PipeClient:
                 self._dealer.close()
             self._context.term()  # bounded by the socket's linger
             self._commands.close()
-
-    def _poll_sockets(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._commands.fileno(), zmq.POLLIN)
-        if self._dealer is not None:
-            poller.register(self._dealer.socket, zmq.POLLIN)
-        poller.poll(POLL_MS)
 
     def _try_to_attach(self, now_s: float) -> None:
         if now_s - self._attach_at_s < ATTACH_INTERVAL_S:
@@ -258,7 +244,7 @@ class PipeClient:
             self._record_rejection(str(error), now_s)
             return
         except PipeError as error:
-            self._problem = str(error)
+            self.problem = str(error)
             return
         refusal = self._dealer.connection_problem() if self._dealer is not None else ""
         if self._dealer is None or self._dealer.endpoint != endpoint or self._dealer.is_stale():
@@ -268,12 +254,12 @@ class PipeClient:
         was_sent = self._send("attach", self._identity)
         if refusal:
             self._record_rejection(f"{endpoint}: {refusal}", now_s)
-        elif self._dealer.is_settled() or not self._problem.startswith(f"{endpoint}: "):
-            self._problem = f"{endpoint} does not reply" if was_sent else f"nothing listens at {endpoint}"
+        elif self._dealer.is_settled() or not self.problem.startswith(f"{endpoint}: "):
+            self.problem = f"{endpoint} does not reply" if was_sent else f"nothing listens at {endpoint}"
 
     def _record_rejection(self, why: str, now_s: float) -> None:
         with self._condition:
-            self._problem, self._rejected_at_s = why, now_s
+            self.problem, self._rejected_at_s = why, now_s
             self._condition.notify_all()
 
     def _send_pending(self, now_s: float) -> None:
@@ -281,8 +267,8 @@ class PipeClient:
             if not self._send("submit", submission.open_fields(now_s), submission.specs, submission.frames):
                 return
             submission.retry_at_s = now_s + RESUBMIT_INTERVAL_S
+        self._resend_releases(now_s)  # before the requests: a released result cannot be fetched
         self._requests.send(now_s, self._send)
-        self._resend_releases(now_s)
         if now_s - self._since_at_s > SINCE_INTERVAL_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
@@ -314,7 +300,7 @@ class PipeClient:
         elif not self._session:
             self._record_rejection(fields["why"], now_s)
         else:
-            self._problem = fields["why"]
+            self.problem = fields["why"]
             peer_log.warning("the broker rejected a message: %s", fields["why"])
 
     def _on_attached(self, fields: Mapping[str, Any]) -> None:
@@ -344,10 +330,6 @@ class PipeClient:
     def _cancel_tasks(self, ids: Iterable[str]) -> None:
         dropped = [task_id for task_id in ids if self._submissions.drop_task(task_id)]
         self._send_ids("cancel", dropped, why="cancelled by the client")
-
-    def _queue_releases(self, ids: Sequence[str]) -> None:
-        self._pending_releases.update(dict.fromkeys(ids, float("-inf")))
-        self._resend_releases(self._clock.now_s)
 
     def _resend_releases(self, now_s: float) -> None:  # without a release, the broker keeps the tensors forever
         due = [task_id for task_id, sent_at_s in self._pending_releases.items() if now_s - sent_at_s > RELEASE_RETRY_S]

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,6 @@ import zmq
 import zmq.auth
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import run_command
 from wfm_ds.transport.throttle import get_throttled_logger
 
 # Throttled, because anyone can start a handshake, and each handshake reads the key folder and may log warnings.
@@ -67,7 +66,7 @@ def load_broker_keys(folder: Path) -> BrokerKeys:
     _check_writers(folder)
     public, secret = _load_pair(folder / f"{BROKER_NAME}{SECRET_SUFFIX}")
     for path in _list_public_files(folder):
-        _load_public_key(path)
+        _load_certificate(path)
 
     def is_allowed(key: bytes) -> bool:  # must not raise: that would end the thread that handles all connections
         return key == public or key in _read_public_keys(folder)
@@ -84,7 +83,7 @@ def _read_public_keys(folder: Path) -> set[bytes]:
     try:
         for path in _list_public_files(folder):
             try:
-                keys.add(_load_public_key(path))
+                keys.add(_load_certificate(path)[0])
             except KeyFileError as error:
                 peer_log.warning(f"ignored: {error}")  # one line a minute for each file
     except OSError as error:
@@ -108,9 +107,8 @@ def load_client_keys(folder: Path) -> ClientKeys:
             f"wfm keys new {folder} NAME"
         )
     public, secret = _load_pair(secrets[0])
-    return ClientKeys(
-        public, secret, _load_public_key(folder / "public" / f"{BROKER_NAME}{PUBLIC_SUFFIX}"), secrets[0].stem
-    )
+    broker, _ = _load_certificate(folder / "public" / f"{BROKER_NAME}{PUBLIC_SUFFIX}")
+    return ClientKeys(public, secret, broker, secrets[0].stem)
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
@@ -163,10 +161,6 @@ def _load_pair(path: Path) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def _load_public_key(path: Path) -> bytes:
-    return _load_certificate(path)[0]
-
-
 def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
@@ -175,10 +169,6 @@ def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
     if len(public) != 40 or (secret is not None and len(secret) != 40):
         raise KeyFileError(f"{path} cannot be read as a key: keys have 40 characters")
     return public, secret
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:

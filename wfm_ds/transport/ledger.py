@@ -169,8 +169,7 @@ class Ledger:
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
         """Renew the lease if the task's progress count `done` has increased since the last report."""
-        holder = self._workers.get(worker)
-        lease = holder.leases.get(task_id) if holder else None
+        lease = self._worker_leases(worker).get(task_id)
         if lease is not None and lease.attempt == attempt and done > lease.done:
             lease.done, lease.progress_at_s = done, now_s
             self._stalls.put((worker, task_id), now_s + lease.stall_s)
@@ -194,8 +193,7 @@ class Ledger:
 
         The task is quarantined if the failure is fatal or no attempts are left.
         """
-        holder = self._workers.get(worker)
-        lease = holder.leases.get(task_id) if holder else None
+        lease = self._worker_leases(worker).get(task_id)
         if lease is not None and lease.attempt != attempt:
             return self._count_report(ReportStatus.DUPLICATE)  # reports an earlier lease of the same worker
         is_current = self._end_lease(worker, task_id)
@@ -207,8 +205,7 @@ class Ledger:
 
     def remove_lost_worker(self, worker: str, why: str) -> list[str]:
         """Requeue the tasks of a lost worker and return their ids. Each lease counts as an attempt."""
-        holder = self._workers.get(worker)
-        lost = list(holder.leases) if holder else []
+        lost = list(self._worker_leases(worker))
         for task_id in lost:
             if self._end_lease(worker, task_id):
                 self._end_attempt(self._entries[task_id], why, fatal=False)
@@ -217,8 +214,7 @@ class Ledger:
 
     def remove_departed_worker(self, worker: str) -> list[str]:
         """Requeue the tasks of a worker that left, without counting an attempt. Returns their ids."""
-        holder = self._workers.get(worker)
-        task_ids = list(holder.leases) if holder else []
+        task_ids = list(self._worker_leases(worker))
         self.requeue_unsent(worker, task_ids)
         self._workers.pop(worker, None)
         return task_ids
@@ -255,9 +251,6 @@ class Ledger:
     def has_completions(self) -> bool:
         """Return whether there are unreleased completions."""
         return any(owner.completions for owner in self._owners.values())
-
-    def has_worker(self, worker: str) -> bool:
-        return worker in self._workers
 
     def find_owner(self, task_id: str) -> str | None:
         """Return the owner (RUN/CLIENT) of a task, or None if the task is unknown or removed."""
@@ -334,10 +327,8 @@ class Ledger:
 
     def _release_resources(self, entry: TaskEntry) -> None:
         self._dequeue_task(entry)
-        if entry.worker is not None:
-            lease = self._workers[entry.worker].leases.get(entry.task.id)
-            if lease is not None:
-                lease.is_void = True
+        if entry.worker is not None and (lease := self._workers[entry.worker].leases.get(entry.task.id)):
+            lease.is_void = True
         entry.worker = None
         self.held_bytes -= entry.task.num_bytes
         entry.task = replace(entry.task, payload=None)
@@ -346,10 +337,13 @@ class Ledger:
         self._waiting[entry.task.kind].discard(entry.task.id)
         self._deadlines.discard(entry.task.id)
 
+    def _worker_leases(self, worker: str) -> dict[str, Lease]:
+        holder = self._workers.get(worker)
+        return {} if holder is None else holder.leases
+
     def _end_lease(self, worker: str, task_id: str) -> bool:
         """Remove a worker's lease. Returns True if it existed and was not void."""
-        holder = self._workers.get(worker)
-        lease = holder.leases.pop(task_id, None) if holder else None
+        lease = self._worker_leases(worker).pop(task_id, None)
         self._stalls.discard((worker, task_id))
         return lease is not None and not lease.is_void
 
@@ -358,7 +352,7 @@ class Ledger:
             self._requeue_task(self._entries[task_id])
 
     def _oldest_waiting_task(self, kind: str) -> TaskEntry | None:
-        task_id = self._waiting[kind].peek() if kind in self._waiting else None
+        task_id = self._waiting[kind].peek()
         return None if task_id is None else self._entries[task_id]
 
     def _find_free_worker(self, entry: TaskEntry) -> str | None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -60,10 +60,6 @@ class EndpointNotAllowed(PipeError):
 
 class PeerUnreachable(Exception):
     """Raised if a message was not sent because the peer is not connected."""
-
-
-class SendQueueFull(Exception):
-    """Raised if a message was not sent because the send queue is full: the peer does not read."""
 
 
 class Mailbox(Generic[T]):
@@ -161,14 +157,27 @@ def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
     return check_endpoint(address, keys=keys)
 
 
-class Router:
-    """The broker's ROUTER socket. Each connected peer has a route (zmq routing id)."""
+class MessagePort:
+    """A ROUTER socket of the broker, which gives each connected peer a route (zmq routing id).
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
+    It decodes incoming messages, rejects and counts invalid ones, and numbers outgoing messages.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        keys: BrokerKeys | None,
+        expected_types: frozenset[str],
+        rejected: Counter[str],
+    ) -> None:
         """Bind the endpoint. Raises PipeError if this fails.
 
-        If `keys` is set, call `start_authenticator` for the zmq context first.
+        keys: if set, call `start_authenticator` for the zmq context first.
+        rejected: {endpoint: number of invalid messages}. This object updates it.
         """
+        self._expected_types, self._rejected = expected_types, rejected
+        self._message_ids = itertools.count(1)
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self._folder = None if path is None else hold_folder(path.parent)  # its creator may exit before this process
@@ -188,15 +197,6 @@ class Router:
             raise PipeError(f"cannot listen at {endpoint}: {error.strerror}") from error
         self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
 
-    def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """Return the next message as (route, frames), or None if no message has arrived."""
-        frames = _receive_frames(self.socket)
-        return None if frames is None else (frames[0].bytes, frames[1:])
-
-    def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
-        """Send a message. Raises PeerUnreachable or SendQueueFull if it was not sent."""
-        _send_frames(self.socket, [route, header, *payload])
-
     def close(self) -> None:
         self.socket.close(linger=LINGER_MS)
 
@@ -211,33 +211,12 @@ class Router:
             os.close(self._folder)
             self._folder = None
 
-
-class MessagePort(Router):
-    """A router that decodes incoming messages, rejects and counts invalid ones, and numbers outgoing messages."""
-
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        endpoint: str,
-        keys: BrokerKeys | None,
-        expected_types: frozenset[str],
-        rejected: Counter[str],
-    ) -> None:
-        """expected_types: message types that may arrive.
-
-        rejected: {endpoint: number of invalid messages}. This object updates it.
-        """
-        super().__init__(context, endpoint, keys)
-        self._expected_types, self._rejected = expected_types, rejected
-        self._message_ids = itertools.count(1)
-
     def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
         """Pass arrived messages to `handle`. A message is rejected if it is invalid or `handle` raises WireError."""
         for _ in range(MESSAGES_PER_TURN):
-            received = self.receive()
-            if received is None:
+            if (received := receive_frames(self.socket)) is None:
                 return
-            route, frames = received
+            route, frames = received[0].bytes, received[1:]
             try:
                 message = wire.decode_message([frame.buffer for frame in frames], self._expected_types)
                 handle(route, message, frames, now_s)
@@ -250,6 +229,15 @@ class MessagePort(Router):
         """Return the header of a message, to be passed to `send`. Raises WireError if it is too large."""
         return wire.encode_header(message_type, next(self._message_ids), fields, specs)
 
+    def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
+        """Send a message. Raises zmq.Again if the peer's queue is full, or PeerUnreachable."""
+        try:
+            self.socket.send_multipart([route, header, *payload], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise PeerUnreachable from error
+            raise
+
     def send_message(
         self,
         route: bytes,
@@ -261,7 +249,7 @@ class MessagePort(Router):
         """Send a message that the protocol repeats if it is lost. Returns False if it was not sent."""
         try:
             self.send(route, self.encode(message_type, fields, specs), payload)
-        except (PeerUnreachable, SendQueueFull):
+        except (PeerUnreachable, zmq.Again):
             return False
         return True
 
@@ -296,16 +284,9 @@ class Dealer:
         self.socket.connect(endpoint)
         self.endpoint = endpoint
 
-    def receive(self) -> list[zmq.Frame] | None:
-        return _receive_frames(self.socket)
-
-    def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message without copying its payload. Raises SendQueueFull if no broker reads."""
-        _send_frames(self.socket, [header, *payload])
-
     def receive_message(self, expected_types: frozenset[str]) -> Message | None:
         """Return the next valid message, or None if none has arrived. Invalid messages are dropped."""
-        while (frames := self.receive()) is not None:
+        while (frames := receive_frames(self.socket)) is not None:
             try:
                 return wire.decode_message([frame.buffer for frame in frames], expected_types)
             except WireError as error:
@@ -319,10 +300,11 @@ class Dealer:
         specs: Sequence[TensorSpec] = (),
         frames: Sequence[Buffer] = (),
     ) -> bool:
-        """Send a message. Returns False if the send queue is full."""
+        """Send a message without copying its frames. Returns False if the send queue is full."""
+        header = wire.encode_header(message_type, next(self._message_ids), fields, specs)
         try:
-            self.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
-        except SendQueueFull:
+            self.socket.send_multipart([header, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return False
         return True
 
@@ -388,23 +370,25 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
     sock.set(zmq.TCP_MAXRT, 10000)  # with unsent data, this deadline applies instead
 
 
-def _receive_frames(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+def poll_sockets(sources: Iterable[Any], timeout_ms: int) -> set[Any]:
+    """Wait until a source is readable, and return the readable sockets and descriptors.
+
+    sources: sockets, mailboxes or descriptors. None is skipped.
+    """
+    poller = zmq.Poller()
+    for source in sources:
+        if source is not None:
+            poller.register(source, zmq.POLLIN)
+    return {source for source, _ in poller.poll(timeout_ms)}
+
+
+def receive_frames(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+    """Return the next message, or None if none has arrived."""
     try:
         frames: list[zmq.Frame] = sock.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
     return frames
-
-
-def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
-    try:
-        sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.Again as error:
-        raise SendQueueFull from error
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EHOSTUNREACH:
-            raise PeerUnreachable from error
-        raise
 
 
 def _lock_socket(path: Path) -> Any:

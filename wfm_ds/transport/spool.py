@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +20,34 @@ def owner_run(owner: str) -> str:
     return owner.split("/", 1)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _SpooledResult:
-    owner: str
-    specs: tuple[TensorSpec, ...]
-    frames: tuple[Any, ...]  # zmq.Frame
-
-    @property
-    def run(self) -> str:
-        return owner_run(self.owner)
-
-
 class Spool:
     """Stores the results of tasks by task id, and the paths of files that clients may request by name.
 
-    `held_bytes` is the total size of the unreleased results. Only the broker's thread uses the spool.
+    Only the broker's thread uses the spool.
     """
 
     def __init__(self) -> None:
-        self.held_bytes = 0
-        self._results: dict[str, _SpooledResult] = {}
-        self._ids_by_owner: dict[str, set[str]] = {}  # owner -> task ids
+        # {task id: (owner, specs, frames)}; a frame is a zmq.Frame
+        self._results: dict[str, tuple[str, tuple[TensorSpec, ...], tuple[Any, ...]]] = {}
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
-        self._drop_result(task_id)
-        self._results[task_id] = _SpooledResult(owner, specs, tuple(frames))
-        self._ids_by_owner.setdefault(owner, set()).add(task_id)
-        self.held_bytes += sum(spec.nbytes for spec in specs)
+        self._results[task_id] = owner, specs, tuple(frames)
 
     def read_result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
         """Return (specs, frames) of a result. Raises NotInSpool if it is missing or belongs to another run."""
-        result = self._results.get(task_id)
-        if result is None or result.run != run:
+        if not self._belongs_to(task_id, run):
             raise NotInSpool(f"the broker does not have result {task_id}")
-        return result.specs, result.frames
+        return self._results[task_id][1:]
 
     def drop_results(self, ids: Iterable[str], run: str) -> None:
         """Drop results of the run `run`. Unknown ids and results of other runs are ignored."""
         for task_id in ids:
-            result = self._results.get(task_id)
-            if result is not None and result.run == run:
-                self._drop_result(task_id)
+            if self._belongs_to(task_id, run):
+                del self._results[task_id]
 
     def drop_owner(self, owner: str) -> None:
-        for task_id in list(self._ids_by_owner.get(owner, ())):
-            self._drop_result(task_id)
+        self._results = {task_id: result for task_id, result in self._results.items() if result[0] != owner}
 
     def announce_files(self, files: Mapping[str, Path]) -> None:
         """Replace the announced files. files: {name: path}."""
@@ -88,11 +69,5 @@ class Spool:
             raise NotInSpool(f"{name} cannot be read: {error.strerror}") from error
         return wire.pack_tensors([("bytes", piece)])
 
-    def _drop_result(self, task_id: str) -> None:
-        result = self._results.pop(task_id, None)
-        if result is not None:
-            self.held_bytes -= sum(spec.nbytes for spec in result.specs)
-            ids = self._ids_by_owner[result.owner]
-            ids.remove(task_id)
-            if not ids:
-                del self._ids_by_owner[result.owner]
+    def _belongs_to(self, task_id: str, run: str) -> bool:
+        return task_id in self._results and owner_run(self._results[task_id][0]) == run

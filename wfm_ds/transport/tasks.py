@@ -100,10 +100,6 @@ class FinishedTask:
         return bytes(content)
 
 
-def ignore_task(ended: FinishedTask) -> None:
-    """Do nothing. The default observer of finished tasks."""
-
-
 @dataclass(slots=True)
 class TaskEntry:
     """State of a task. Only ledger.py changes it."""

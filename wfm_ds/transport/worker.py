@@ -21,7 +21,7 @@ from wfm_ds.errors import describe_error
 from wfm_ds.transport import wire
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
-from wfm_ds.transport.sockets import Dealer, Mailbox
+from wfm_ds.transport.sockets import Dealer, Mailbox, poll_sockets
 from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -185,10 +185,14 @@ class LeaseWorker:
         return batch
 
     def _run_batch(self, batch: Sequence[LeasedTask], handle: BatchHandler) -> None:
+        def report_progress(done: int, total: int) -> None:
+            self._progress_rows = [(task, done, total) for task in batch]
+            self._mailbox.put(None)
+
         self._running_ids = frozenset(task.id for task in batch)
         started = time.monotonic()
         try:
-            results = handle(batch, lambda done, total: self._record_progress(batch, done, total))
+            results = handle(batch, report_progress)
             seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
             pairs = list(zip(batch, results, strict=True))
             reports = [
@@ -199,10 +203,6 @@ class LeaseWorker:
         self._running_ids, self._progress_rows = frozenset(), []
         for report in reports:
             self._mailbox.put(report)
-
-    def _record_progress(self, batch: Sequence[LeasedTask], done: int, total: int) -> None:
-        self._progress_rows = [(task, done, total) for task in batch]
-        self._mailbox.put(None)
 
     def _current_attempt(self, task: LeasedTask) -> int:
         return self._attempts.get(task.id, task.attempt)
@@ -215,8 +215,9 @@ class LeaseWorker:
         try:
             hello_at_s = beat_at_s = armed_at_s = float("-inf")
             while not self._stopping.is_set():
-                if self._is_parent_gone(self._poll_sockets(dealer)):
-                    break
+                readable = poll_sockets([dealer.socket, self._mailbox, self._parent_fd], POLL_MS)
+                if self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096):
+                    break  # the parent process has ended
                 now_s = time.monotonic()
                 if dealer.is_stale():
                     dealer = self._reopen_dealer(context, dealer)
@@ -248,22 +249,12 @@ class LeaseWorker:
             if self._ends_process and not self._main_done.wait(1.0):
                 os._exit(0)  # the main thread still runs a task that is no longer needed
 
-    def _poll_sockets(self, dealer: Dealer) -> Mapping[Any, int]:
-        poller = zmq.Poller()
-        for source in (dealer.socket, self._mailbox.fileno(), self._parent_fd):
-            if source is not None:
-                poller.register(source, zmq.POLLIN)
-        return dict(poller.poll(POLL_MS))
-
     def _reopen_dealer(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
         if (why := dealer.connection_problem()) != self._problem:
             log.warning("%s: %s", self._endpoint, why)
         self._broker_id, self._problem = "", why
         dealer.close()
         return Dealer(context, self._endpoint, self._keys)
-
-    def _is_parent_gone(self, readable: Mapping[Any, int]) -> bool:
-        return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
     def _take_reports(self) -> bool:
         has_progress = False
@@ -326,8 +317,7 @@ class LeaseWorker:
 
     def _fail_unstarted(self, task_id: str, attempt: int, why: str) -> None:
         self._attempts.pop(task_id, None)
-        failure = {"reason": _truncate_text(why, REASON_CHARS), "detail": "", "fatal": False}
-        self._mailbox.put(_PendingReport("failed", {"id": task_id, "attempt": attempt, **failure}))
+        self._mailbox.put(_make_failure(task_id, attempt, why))
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
         for report in self._reports.values() if self._broker_id else ():
@@ -341,7 +331,6 @@ def _make_report(
     task_id: str, attempt: int, result: Mapping[str, Any] | TaskResult | Exception, seconds: float
 ) -> _PendingReport:
     """Return the report of a task. Never raises: if a result cannot be sent, the report says that the task failed."""
-    lease = {"id": task_id, "attempt": attempt}
     if not isinstance(result, Exception):
         try:
             meta, tensors = (result.meta, result.tensors) if isinstance(result, TaskResult) else (result, ())
@@ -351,21 +340,18 @@ def _make_report(
             if size > META_BYTES:
                 raise TaskFailed(f"result too large: {size} bytes, limit {META_BYTES}", fatal=True)
             specs, frames = wire.pack_tensors(tensors)
-            fields = {**lease, "seconds": seconds, "meta": meta}
+            fields = {"id": task_id, "attempt": attempt, "seconds": seconds, "meta": meta}
             wire.encode_header("result", 0, fields, specs)  # raises if it cannot be sent
             return _PendingReport("result", fields, specs, frames)
         except (WireError, TaskFailed) as error:
             result = error
-    return _PendingReport("failed", {**lease, **_failure_fields(result)})
+    if isinstance(result, TaskFailed):
+        return _make_failure(task_id, attempt, str(result), fatal=result.fatal)
+    detail = "".join(traceback.format_exception(result))[-DETAIL_CHARS:]
+    return _make_failure(task_id, attempt, describe_error(result), detail)
 
 
-def _failure_fields(error: Exception) -> dict[str, Any]:
-    if isinstance(error, TaskFailed):
-        return {"reason": _truncate_text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
-    detail = "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
-    reason = _truncate_text(describe_error(error), REASON_CHARS)
-    return {"reason": reason, "detail": _truncate_text(detail, DETAIL_CHARS), "fatal": False}
-
-
-def _truncate_text(text: str, max_chars: int) -> str:
-    return text[:max_chars].encode(errors="replace").decode()
+def _make_failure(task_id: str, attempt: int, reason: str, detail: str = "", *, fatal: bool = False) -> _PendingReport:
+    reason, detail = (text.encode(errors="replace").decode() for text in (reason[:REASON_CHARS], detail))
+    fields = {"id": task_id, "attempt": attempt, "reason": reason, "detail": detail, "fatal": fatal}
+    return _PendingReport("failed", fields)

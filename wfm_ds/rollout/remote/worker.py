@@ -290,10 +290,8 @@ class WorkerLanes:
                 thread.start()
             log.info("generating for %s", self.args.connect)
             while not any(worker.disconnected.is_set() for worker in self.lease_workers) and not stop.wait(LOOK_S):
-                if self.client.silence_s() > self.args.orphan_s:
-                    log.warning(
-                        "no trainer for %.0f s (%s): exiting", self.client.silence_s(), self.client.connection_problem()
-                    )
+                if self.client.silence_s > self.args.orphan_s:
+                    log.warning("no trainer for %.0f s (%s): exiting", self.client.silence_s, self.client.problem)
                     break
                 if self.client.kinds.get(TASK_KIND) != self.info:  # another recipe or model, or other addresses
                     log.warning("another trainer is at %s: exiting, start a new worker for it", self.args.connect)
