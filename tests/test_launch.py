@@ -51,7 +51,7 @@ while not flag.is_set:
     never.wait(0.05)
 if mode == "save":
     never.wait(3.0 if rank == "1" else 0.5)  # a slow save
-    (folder / f"saved{rank}").write_text(flag.signal_name)
+    (folder / f"saved{rank}").write_text(flag.stop_signal.name)
     if rank == "0":
         lifecycle.write_status("preempted", 5)
 """

@@ -14,7 +14,6 @@ import pytest
 from wfm_ds.distributed import heartbeat
 from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, JsonConnection, RankRegistry, is_communication_error
-from wfm_ds.distributed.liveness import Liveness
 from wfm_ds.errors import UserError
 
 WAIT_S = 60
@@ -229,19 +228,18 @@ def test_an_unreachable_address_is_a_user_error(monkeypatch):
         closed.bind((HOST, 0))
         address = closed.getsockname()
     with pytest.raises(UserError, match=r"rank 3 on .* cannot reach rank 0 at 127.0.0.1:\d+ .*on all ports"):
-        Heartbeat(address, "token", 3, on_end=print, liveness=Liveness())
+        Heartbeat(address, "token", 3, on_end=print)
 
 
 def test_for_a_foreign_address_rank_0_listens_on_all_interfaces(caplog):
-    with heartbeat.listen_on_host("192.0.2.1") as server:  # an address reserved for documentation, which no host has
+    with heartbeat.listen("192.0.2.1") as server:  # an address reserved for documentation, which no host has
         assert server.getsockname()[0] in ("0.0.0.0", "::")
     assert "cannot listen on 192.0.2.1" in caplog.text
 
 
-def test_other_machines_reach_a_rank_0_that_resolves_itself_to_loopback():
-    """127.0.1.1 is the address that rank 0 resolves for itself; other ranks use 127.0.0.1."""
-    registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", all_addresses=True)
-    beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print, liveness=Liveness())
+def test_other_machines_reach_a_rank_0_that_listens_on_all_addresses():
+    registry = RankRegistry(RankStates(2, **PATIENT), None)
+    beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print)
     beating.stop()
     registry.stop()
 
@@ -257,8 +255,8 @@ def test_a_fault_ends_the_process_even_if_stderr_fails(capfd):
         ended.set()
 
     registry = RankRegistry(RankStates(2, **PATIENT), HOST)
-    Heartbeat((HOST, registry.port), registry.token, 1, on_end=full_disk, liveness=Liveness(), exit_process=end)
-    other = Heartbeat((HOST, registry.port), registry.token, 0, on_end=print, liveness=Liveness(), exit_process=print)
+    Heartbeat((HOST, registry.port), registry.token, 1, on_end=full_disk, exit_process=end)
+    other = Heartbeat((HOST, registry.port), registry.token, 0, on_end=print, exit_process=print)
     assert other.report_failure("ZeroDivisionError: x", is_secondary=False).ranks == (0,)
     assert ended.wait(WAIT_S)
     other.stop()

@@ -37,9 +37,9 @@ def wait_ready(process):
 
 
 def test_signals_only_raise_one_flag_that_keeps_the_first_name():
-    code = "flag = lifecycle.install_signal_handlers()\nassert not flag.is_set and flag.signal_name is None\n"
+    code = "flag = lifecycle.install_signal_handlers()\nassert not flag.is_set and flag.stop_signal is None\n"
     code += SAY_READY + "sys.stdin.readline()\nassert lifecycle.install_signal_handlers() is flag\n"
-    code += SAY_READY + "sys.stdin.readline()\nsys.stdout.write(f'{flag.is_set} {flag.signal_name}')"
+    code += SAY_READY + "sys.stdin.readline()\nsys.stdout.write(f'{flag.is_set} {flag.stop_signal.name}')"
     process = start(code)
     for number in (signal.SIGTERM, signal.SIGINT):
         wait_ready(process)
@@ -82,10 +82,11 @@ def test_the_parent_watch_can_be_stopped_and_ignores_shells(monkeypatch):
     assert lifecycle.watch_parent() is None
     for key, value in ONE_RANK.items():
         monkeypatch.setenv(key, value)
-    watch = lifecycle.watch_parent()
-    assert "parent-watch" in {thread.name for thread in threading.enumerate()}
-    watch.stop()
-    assert "parent-watch" not in {thread.name for thread in threading.enumerate()}
+    stopping = lifecycle.watch_parent()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "parent-watch"]
+    stopping.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 def test_the_status_file_is_written_only_for_the_launcher(tmp_path, monkeypatch):

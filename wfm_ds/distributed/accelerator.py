@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,11 +41,11 @@ def choose_accelerator() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that makes a CUDA device the thread's current device. For other devices, it does nothing."""
     import torch
 
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
@@ -70,9 +69,8 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         )
     if configured is not None and configured not in DETERMINISTIC_WORKSPACES:
         raise RecipeError(
-            f"engine.deterministic: {CUBLAS_VARIABLE}={configured} makes cuBLAS nondeterministic; unset it, or "
-            "set it to "
-            f"{' or '.join(DETERMINISTIC_WORKSPACES)}"
+            f"engine.deterministic: {CUBLAS_VARIABLE}={configured} makes cuBLAS nondeterministic; unset it, or set it "
+            f"to {' or '.join(DETERMINISTIC_WORKSPACES)}"
         )
     torch_before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_before = cudnn.benchmark, cudnn.deterministic

@@ -120,9 +120,7 @@ class RankStates:
         gone = self._ranks_in_state("gone")
         if gone:
             reasons = " and ".join(dict.fromkeys(member.reason for member in gone))
-            return Fault(
-                rank_numbers(gone), f"{describe_ranks(gone)} gone: {reasons}; last seen at {gone[0].operation}"
-            )
+            return blame_ranks(gone, f"gone: {reasons}; last seen at {gone[0].operation}")
         failed = self._ranks_in_state("failed")
         first = next((member for member in failed if not member.is_secondary), failed[0])
         most = max(member.num_started for member in failed)
@@ -130,12 +128,8 @@ class RankStates:
         if first.is_secondary and behind:  # these ranks have not started the operation that failed
             least = min(member.num_started for member in behind)
             last = [member for member in behind if member.num_started == least]
-            return Fault(
-                rank_numbers(last),
-                f"{describe_ranks(last)} missing: at {last[0].operation}; {first.describe()} failed while it waited: "
-                f"{first.reason}",
-                stuck=True,
-            )
+            waited = f"{first.describe()} failed while it waited: {first.reason}"
+            return blame_ranks(last, f"missing: at {last[0].operation}; {waited}", stuck=True)
         return Fault((first.rank,), f"{first.describe()} failed: {first.reason}")
 
     def _blame_stuck(self, now_s: float) -> Fault | None:
@@ -146,19 +140,16 @@ class RankStates:
         last = [member for member in running if member.num_started == least]
         still_s = now_s - max(member.advanced_at_s for member in last)
         others = "all ranks are at this operation" if len(last) == self.size else "the other ranks wait for it"
-        text = f"{describe_ranks(last)} stuck: no progress for {still_s:.0f} s at {last[0].operation}; {others}"
-        return Fault(rank_numbers(last), text, stuck=True)
+        problem = f"stuck: no progress for {still_s:.0f} s at {last[0].operation}; {others}"
+        return blame_ranks(last, problem, stuck=True)
 
     def _ranks_in_state(self, state: str) -> list[RankRecord]:
         return [self.members[rank] for rank in sorted(self.members) if self.members[rank].state == state]
 
 
-def rank_numbers(members: Sequence[RankRecord]) -> tuple[int, ...]:
-    return tuple(member.rank for member in members)
-
-
-def describe_ranks(members: Sequence[RankRecord]) -> str:
-    """Return `rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
+def blame_ranks(members: Sequence[RankRecord], problem: str, *, stuck: bool = False) -> Fault:
+    """Return a fault with the text `rank 1 (...) is PROBLEM`, or `rank 1 (...), rank 2 (...) are PROBLEM`."""
     first_names = ", ".join(member.describe() for member in members[:MAX_NAMED_RANKS])
     more = f" and {len(members) - MAX_NAMED_RANKS} more" if len(members) > MAX_NAMED_RANKS else ""
-    return f"{first_names}{more} {'is' if len(members) == 1 else 'are'}"
+    text = f"{first_names}{more} {'is' if len(members) == 1 else 'are'} {problem}"
+    return Fault(tuple(member.rank for member in members), text, stuck)

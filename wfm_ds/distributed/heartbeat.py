@@ -18,12 +18,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.fault import Fault, RankStates
-from wfm_ds.distributed.liveness import LIVENESS, Liveness
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.ranks import find_launched_rank
 from wfm_ds.errors import UserError
 
@@ -75,14 +75,14 @@ class JsonConnection:
 class RankRegistry:
     """Thread of rank 0 that receives the heartbeats of all ranks, finds the fault and sends it to all ranks."""
 
-    def __init__(self, states: RankStates, host: str, *, all_addresses: bool = False) -> None:
-        """all_addresses: listen on all addresses of this machine instead of `host`."""
+    def __init__(self, states: RankStates, host: str | None) -> None:
+        """host: see `listen`."""
         self.token = secrets.token_hex(16)
         self._states = states
         self._connections: dict[int, JsonConnection] = {}  # by rank
         self._unauthenticated: list[JsonConnection] = []  # connected, but no token received yet
         self._stopping = threading.Event()
-        self._server = listen_on_all_addresses() if all_addresses else listen_on_host(host)
+        self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
         self._thread = threading.Thread(target=self._serve_ranks, name="rank-states", daemon=True)
         self._thread.start()
@@ -124,7 +124,8 @@ class RankRegistry:
             line.send(**message)
 
     def _receive_messages(self, timeout_s: float) -> None:
-        readable = wait_readable([self._server, *self._rank_sockets()], timeout_s)
+        lines = [*self._unauthenticated, *self._connections.values()]
+        readable = wait_readable([self._server, *(line.sock for line in lines)], timeout_s)
         if self._server in readable:
             with contextlib.suppress(OSError):  # the peer may have disconnected
                 self._unauthenticated.append(JsonConnection(self._server.accept()[0]))
@@ -134,9 +135,6 @@ class RankRegistry:
         # Admit new ranks last, because this reads from their sockets. A second read in this call could block forever.
         for line in [line for line in self._unauthenticated if line.sock in readable]:
             self._admit_rank(line)
-
-    def _rank_sockets(self) -> Iterator[socket.socket]:
-        yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
     def _admit_rank(self, line: JsonConnection) -> None:
         self._unauthenticated.remove(line)
@@ -169,16 +167,16 @@ class RankRegistry:
                 self._states.record_done(rank)
 
 
-def listen_on_host(host: str) -> socket.socket:
-    """Listen on a free port at the address `host`, or on all addresses if the machine does not have this address."""
+def listen(host: str | None) -> socket.socket:
+    """Listen on a free port at the address `host`.
+
+    If `host` is None or not an address of this machine, listen on all addresses of this machine.
+    """
     try:
-        return socket.create_server((host, 0), backlog=1024)
+        if host is not None:
+            return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
         log.warning("heartbeat: cannot listen on %s (%s); listening on all addresses of this machine", host, error)
-        return listen_on_all_addresses()
-
-
-def listen_on_all_addresses() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
@@ -211,7 +209,6 @@ class Heartbeat:
         *,
         on_end: Callable[[str], None],
         registry: RankRegistry | None = None,
-        liveness: Liveness = LIVENESS,
         exit_process: Callable[[int], object] = os._exit,
         silent_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
@@ -220,7 +217,7 @@ class Heartbeat:
         on_end: called with the fault's text before the process exits, unless the main thread is in `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
-        self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
+        self.rank, self.registry, self._silent_s = rank, registry, silent_s
         self._on_end, self._exit = on_end, exit_process
         self._stopping, self._run_ended, self._main_waits = threading.Event(), threading.Event(), threading.Event()
         self._fault: Fault | None = None
@@ -290,8 +287,7 @@ class Heartbeat:
                 return
 
     def _send_beat(self) -> None:
-        liveness = self._liveness
-        self._connection.send(beat=liveness.num_started, signs=liveness.num_advances, doing=liveness.operation)
+        self._connection.send(beat=LIVENESS.num_started, signs=LIVENESS.num_advances, doing=LIVENESS.operation)
 
     def _rank_0_fault(self, reason: str) -> Fault:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
@@ -335,7 +331,7 @@ def start_heartbeat(
     states = RankStates(world.size, silent_s=SILENCE_TIMEOUT_S, stuck_s=stuck_s, max_gap_s=2 * BEAT_INTERVAL_S)
     # A machine may resolve its own name to an address that other machines cannot reach (127.0.1.1 on Debian).
     everywhere = world.size > ranks_per_node(world.size)
-    registry = RankRegistry(states, host, all_addresses=everywhere) if world.is_main else None
+    registry = RankRegistry(states, None if everywhere else host) if world.is_main else None
     port, token = world.broadcast([registry.port, registry.token] if registry is not None else None)
     heartbeats: list[Heartbeat] = []
 

@@ -22,6 +22,7 @@ import psutil
 from wfm_ds.distributed.ranks import find_launched_rank, read_rank
 from wfm_ds.errors import UserError
 from wfm_ds.program import USER_ERROR_CODE, print_error
+from wfm_ds.storage import atomic
 
 MAX_EXIT_CODE = 255
 ORPHAN_EXIT_CODE = 77  # exit code of a rank after its launcher has died
@@ -36,21 +37,15 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self._signal: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None  # the first SIGTERM or SIGINT
         self._save_requested = False
 
     @property
     def is_set(self) -> bool:
-        return self._signal is not None
-
-    @property
-    def signal_name(self) -> str | None:
-        """Name of the first stop signal, SIGTERM or SIGINT. None if no signal has arrived."""
-        return None if self._signal is None else self._signal.name
+        return self.stop_signal is not None
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(number)
+        self.stop_signal = self.stop_signal or signal.Signals(number)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
         self._save_requested = True
@@ -77,39 +72,24 @@ def install_signal_handlers() -> StopFlag:
     return _STOP_FLAG
 
 
-class ParentWatch:
-    """Daemon thread that exits the process with code 77 when its parent or launcher has died.
+def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> threading.Event | None:
+    """Start a daemon thread that exits this process with code 77 when its parent or launcher has died.
 
-    It uses os._exit because the main thread may hang in a collective.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self._parent_pid = os.getppid()
-        self._launcher = _find_launcher()
-        self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._watch_parent, args=(interval_s,), name="parent-watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop_event.set()
-        self._thread.join(timeout=EXIT_WAIT_S)
-
-    def _watch_parent(self, interval_s: float) -> None:
-        while not self._stop_event.wait(interval_s):
-            if os.getppid() != self._parent_pid or not _is_alive(self._launcher):
-                os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
-                os._exit(ORPHAN_EXIT_CODE)
-
-
-def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
-    """Start a ParentWatch if a launcher started this process, otherwise return None.
-
-    Call this before `World.join`, which sets the variables by which launchers are recognized. Raises UserError if these
-    variables contradict each other.
+    Returns an event that ends the thread, or None if no launcher started this process. Call this before `World.join`,
+    which sets the variables by which launchers are recognized. Raises UserError if these variables contradict each
+    other.
     """
     if find_launched_rank(os.environ) is None and "WFM_LAUNCH_PID" not in os.environ:
         return None
-    return ParentWatch(interval_s)
+    parent_pid, launcher, stopping = os.getppid(), _find_launcher(), threading.Event()
+
+    def watch() -> None:
+        while not stopping.wait(interval_s):
+            if os.getppid() != parent_pid or not _is_alive(launcher):
+                _exit_orphan()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    return stopping
 
 
 def _find_launcher() -> psutil.Process | None:
@@ -122,8 +102,12 @@ def _find_launcher() -> psutil.Process | None:
     try:
         return psutil.Process(int(os.environ["WFM_LAUNCH_PID"]))
     except psutil.NoSuchProcess:
-        os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
-        os._exit(ORPHAN_EXIT_CODE)
+        _exit_orphan()
+
+
+def _exit_orphan() -> NoReturn:
+    os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
+    os._exit(ORPHAN_EXIT_CODE)  # the main thread may hang in a collective
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
@@ -146,12 +130,8 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 
     launch.py treats a job that exits with code 0 without a status as failed.
     """
-    target = os.environ.get("WFM_STATUS_FILE")
-    if not target:
-        return
-    part = Path(target + ".part")
-    part.write_text(json.dumps({"status": status, "step": step}))
-    part.replace(target)
+    if target := os.environ.get("WFM_STATUS_FILE"):
+        atomic.write_text(Path(target), json.dumps({"status": status, "step": step}))
 
 
 def read_preempted_code(environ: Mapping[str, str]) -> int:

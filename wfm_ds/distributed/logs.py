@@ -14,21 +14,9 @@ from typing import TextIO
 from wfm_ds.errors import UserError
 
 NOISY_LIBRARIES = (
-    "DeepSpeed",
-    "deepspeed",
-    "transformers",
-    "diffusers",
-    "peft",
-    "accelerate",
-    "huggingface_hub",
-    "httpx2",  # used by huggingface_hub: logs a line per file
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch._inductor",
-    "tensorboard",
-    "PIL",
-    "matplotlib",
+    *("DeepSpeed", "deepspeed", "transformers", "diffusers", "peft", "accelerate", "tensorboard", "PIL", "matplotlib"),
+    *("huggingface_hub", "httpx2"),  # huggingface_hub uses httpx2, which logs a line per file
+    *("torch", "torch.distributed", "torch._dynamo", "torch._inductor"),
 )
 """Libraries that log irrelevant INFO lines. Only their warnings are logged."""
 
@@ -79,14 +67,6 @@ class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
         super().emit(record)
 
 
-class _Formatter(logging.Formatter):
-    def __init__(self, rank: int) -> None:
-        super().__init__(
-            f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
-        )
-        self.converter = time.gmtime  # UTC: the machines of a run may be in different time zones
-
-
 def _is_for_console(record: logging.LogRecord) -> bool:
     is_ours = record.name.split(".", 1)[0] in ("wfm_ds", "wfm_reward")
     return is_ours or record.levelno >= logging.WARNING
@@ -118,7 +98,10 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     logging.captureWarnings(True)
     for name in NOISY_LIBRARIES:
         if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user wants torch's log lines
-            _quiet_library(logging.getLogger(name))
+            library = logging.getLogger(name)
+            library.handlers.clear()  # they print on every rank; ours print only on rank 0
+            library.propagate = True
+            library.setLevel(logging.WARNING)
 
 
 def is_console_quiet() -> bool:
@@ -145,15 +128,12 @@ def _open_file_handler(path: Path, rank: int) -> logging.Handler:
             f"{path}: cannot write the log ({error.strerror}); set run.output_dir to another folder"
         ) from error
     handler.addFilter(_TruncationFilter())
-    handler.setFormatter(_Formatter(rank))
+    formatter = logging.Formatter(
+        f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
+    )
+    formatter.converter = time.gmtime  # UTC: the machines of a run may be in different time zones
+    handler.setFormatter(formatter)
     return handler
-
-
-def _quiet_library(library: logging.Logger) -> None:
-    # The libraries' own handlers print on every rank; ours print only on rank 0.
-    library.handlers.clear()
-    library.propagate = True
-    library.setLevel(logging.WARNING)
 
 
 def quiet_libraries() -> None:

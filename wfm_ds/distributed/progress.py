@@ -95,20 +95,17 @@ class ProgressDisplay:
         self.update()
 
     def update(self) -> None:
-        with self._lock:
-            self._update()
-
-    def _update(self) -> None:
         now_s = time.monotonic()
         if not self._is_shown or now_s - self._start_s < SHOW_AFTER_S:
             return
-        if self._bar is None and (console := open_console()) is not None:
-            self._bar = self._start_bar(console, now_s - self._start_s)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._num_done)
-        elif now_s - self._line_s >= LINE_INTERVAL_S:
-            self._line_s = now_s
-            write_line(format_progress(self._title, self._num_done, self._total, now_s - self._start_s))
+        with self._lock:
+            if self._bar is None and (console := open_console()) is not None:
+                self._bar = self._start_bar(console, now_s - self._start_s)
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=self._num_done)
+            elif now_s - self._line_s >= LINE_INTERVAL_S:
+                self._line_s = now_s
+                write_line(format_progress(self._title, self._num_done, self._total, now_s - self._start_s))
 
     def _start_bar(self, console: Console, elapsed_s: float) -> Progress:
         from rich import progress

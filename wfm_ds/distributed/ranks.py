@@ -64,21 +64,11 @@ class _Position(NamedTuple):
     launcher: str
 
 
-class _MpiVariables(NamedTuple):
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    launcher: str
-
-
-MPI_VARIABLES = (
-    _MpiVariables(
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        launcher="mpirun",  # Open MPI
-    ),
-    _MpiVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpiexec"),  # Hydra: MPICH, Intel MPI
-    _MpiVariables("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "mpiexec"),  # Cray PALS
+OMPI = "OMPI_COMM_WORLD"  # Open MPI
+MPI_VARIABLES = (  # of rank, size, local rank and local size; launcher
+    ((f"{OMPI}_RANK", f"{OMPI}_SIZE", f"{OMPI}_LOCAL_RANK", f"{OMPI}_LOCAL_SIZE"), "mpirun"),
+    (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "mpiexec"),  # Hydra: MPICH, Intel MPI
+    (("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), "mpiexec"),  # Cray PALS
 )
 
 
@@ -149,16 +139,16 @@ def _read_rank_variables(environ: Mapping[str, str], launcher: str) -> _Position
 
 
 def _find_mpi_task(environ: Mapping[str, str]) -> _Position | None:
-    for names in MPI_VARIABLES:
-        if all(name in environ for name in names[:4]) and environ[names.size] != "1":
-            rank, size, local_rank, local_size = (_read_number(environ, name) for name in names[:4])
-            return _Position(rank, size, local_rank, local_size, names.launcher)
-    for names in MPI_VARIABLES:
+    for names, launcher in MPI_VARIABLES:
+        if all(name in environ for name in names) and environ[names[1]] != "1":
+            rank, size, local_rank, local_size = (_read_number(environ, name) for name in names)
+            return _Position(rank, size, local_rank, local_size, launcher)
+    for names, _ in MPI_VARIABLES:
         is_srun = "SLURM_STEP_NUM_TASKS" in environ  # srun --mpi=pmi2 sets PMI_RANK too
-        if names.rank in environ and environ.get(names.size, "1") != "1" and not is_srun:
-            missing = next(name for name in names[:4] if name not in environ)
+        if names[0] in environ and environ.get(names[1], "1") != "1" and not is_srun:
+            missing = next(name for name in names if name not in environ)
             raise UserError(
-                f"{names.size}={environ[names.size]} is set without {missing}: set RANK, WORLD_SIZE, LOCAL_RANK and "
+                f"{names[1]}={environ[names[1]]} is set without {missing}: set RANK, WORLD_SIZE, LOCAL_RANK and "
                 f"LOCAL_WORLD_SIZE for each process ({ADVICE})"
             )
     return None

@@ -60,9 +60,7 @@ class World:
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
-        """Join the launcher's process group. Without a launcher, create one of size 1.
-
-        All ranks must call this, once per run.
+        """Join the launcher's process group, or create one of size 1. All ranks must call this, once per run.
 
         Sets the environment variables that torch and DeepSpeed read. Raises UserError on rank 0 if the rendezvous port
         is in use, and on all ranks of a node that has fewer GPUs than ranks.
@@ -106,12 +104,11 @@ class World:
         """
         if sp_size == 1:
             return replace(self, replica=None)
-        timeout, host_group = datetime.timedelta(seconds=self.timeout_s), None
+        timeout = datetime.timedelta(seconds=self.timeout_s)
         group = create_sequence_group(sp_size, timeout)
-        if self.device.type != "cpu":
-            host_group = create_sequence_group(sp_size, timeout, backend="gloo")
+        host_group = group if self.device.type == "cpu" else create_sequence_group(sp_size, timeout, backend="gloo")
         leaders = dist.new_group(list(range(0, self.size, sp_size)), backend="gloo", timeout=timeout)
-        return replace(self, replica=Replica(sp_size, group, host_group or group, leaders))
+        return replace(self, replica=Replica(sp_size, group, host_group, leaders))
 
     @property
     def is_main(self) -> bool:
@@ -168,7 +165,7 @@ class World:
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. All ranks must call this."""
         if self.size == 1:
-            return _json_roundtrip(value)
+            return _decode_json(_encode_json(value))
         LIVENESS.start_operation("a broadcast of rank 0's value")
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
@@ -180,11 +177,9 @@ class World:
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the tensor of the replica's leader, on the device of each rank.
+        """Return the tensor of the replica's leader, on the device of each rank. The other ranks pass None.
 
         All ranks of the replica must call this.
-
-        Ranks other than the leader pass None.
         """
         if self.replica is None:
             assert tensor is not None
@@ -205,9 +200,8 @@ class World:
         """
         LIVENESS.record_progress("a tensor transfer between replicas")
         if self.dp_rank == source:
-            dist.send(
-                tensor.detach().cpu().contiguous(), dst=target * self.sp_size + self.sp_rank, group=self.host_group
-            )
+            target_rank = target * self.sp_size + self.sp_rank
+            dist.send(tensor.detach().cpu().contiguous(), dst=target_rank, group=self.host_group)
             return tensor
         received = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         dist.recv(received, src=source * self.sp_size + self.sp_rank, group=self.host_group)
@@ -238,18 +232,16 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, in rank order, on every rank. All ranks must call this."""
+        blob = _encode_json(value)
         if self.size == 1:
-            return [_json_roundtrip(value)]
+            return [_decode_json(blob)]
         LIVENESS.start_operation("a gather of values")
-        blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(blob)], dtype=torch.int64), group=self.host_group)
+        dist.all_gather(lengths, torch.tensor([len(blob)]), group=self.host_group)
         longest = max(int(n) for n in lengths)
-        local_blob = torch.zeros(longest, dtype=torch.uint8)
-        local_blob[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         all_blobs = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(all_blobs, local_blob, group=self.host_group)
-        return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(all_blobs, lengths, strict=True)]
+        dist.all_gather(all_blobs, torch.nn.functional.pad(blob, (0, longest - len(blob))), group=self.host_group)
+        return [_decode_json(b[: int(n)]) for b, n in zip(all_blobs, lengths, strict=True)]
 
     def gather_from_leaders(self, value: Any) -> list[Any]:
         """Return the JSON values of all replica leaders, in replica order, on every rank. All ranks must call this."""
@@ -290,10 +282,8 @@ class World:
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
         """Run `work` on all ranks (`all`), on the replica leaders (`leaders`) or on rank 0 (`main`).
 
-        All ranks must call this.
-
-        Returns the result of `work`, or None on other ranks. If `work` raises UserError or RunError on any rank, all
-        ranks raise this error.
+        All ranks must call this. Returns the result of `work`, or None on other ranks. If `work` raises UserError or
+        RunError on any rank, all ranks raise this error.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
@@ -318,21 +308,24 @@ def require_gpus(launched: LaunchedRank, num_gpus: int) -> None:
         )
 
 
-def _json_roundtrip(value: Any) -> Any:
-    """Return the value as other ranks would receive it: tuples become lists, and keys become strings."""
-    return json.loads(json.dumps(value))
+def _encode_json(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode_json(blob: Tensor) -> Any:
+    """Undo `_encode_json`, but tuples become lists, and keys become strings."""
+    return json.loads(blob.numpy().tobytes())
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
     """Return the JSON value of rank `source` on every rank of the group. All ranks of the group must call this."""
-    blob = json.dumps(value).encode() if is_source else b""
-    length = torch.tensor([len(blob)], dtype=torch.int64)
+    blob = _encode_json(value) if is_source else torch.empty(0)
+    length = torch.tensor([len(blob)])
     dist.broadcast(length, src=source, group=group)
-    payload = torch.zeros(int(length), dtype=torch.uint8)
-    if is_source:
-        payload.copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
-    dist.broadcast(payload, src=source, group=group)
-    return json.loads(payload.numpy().tobytes())
+    if not is_source:
+        blob = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(blob, src=source, group=group)
+    return _decode_json(blob)
 
 
 def create_sequence_group(
@@ -340,9 +333,8 @@ def create_sequence_group(
 ) -> ProcessGroup:
     """Create the sequence-parallel groups of `num_ranks` consecutive ranks and return this rank's group.
 
-    All ranks must call this. timeout: time limit of the group's collectives. None selects torch's default. backend:
-    None selects the backend of the default group. Raises UserError if num_ranks does not divide the total number of
-    ranks.
+    All ranks must call this. timeout: time limit of the group's collectives, by default that of torch. backend: by
+    default that of the default group. Raises UserError if num_ranks does not divide the total number of ranks.
     """
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:
