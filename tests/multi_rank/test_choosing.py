@@ -41,7 +41,7 @@ def placed_on_rank(owners, drawn):
 
     from wfm_ds.distributed.world import World
     from wfm_ds.rollout.groups import Group, plan_step_samples
-    from wfm_ds.rollout.selective_source import transfer_to_replicas
+    from wfm_ds.rollout.selective_source import SelectedRollouts
     from wfm_ds.types import Prompt, Rollout, Transition
 
     def made(member, tensors):
@@ -68,7 +68,10 @@ def placed_on_rank(owners, drawn):
     ids = [m.sample_id for m in members]
     mine = {i: rollouts[i] for i, owner in zip(ids, owners, strict=True) if owner == world.rank}
     like = made(members[0], torch.zeros_like(drawn[0]))
-    got = transfer_to_replicas(world, members, dict(zip(ids, owners, strict=True)), mine, like)
+    selected = SelectedRollouts(world)
+    selected._owner_replicas, selected._local_rollouts = dict(zip(ids, owners, strict=True)), mine
+    selected._template = like
+    got = selected.distribute_evenly(members).local_rollouts
     share = len(ids) // world.size
     wanted = [rollouts[i] for i in ids[world.rank * share : (world.rank + 1) * share]]
     for one, two in zip(got, wanted, strict=True):

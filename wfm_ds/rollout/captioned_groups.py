@@ -28,14 +28,14 @@ class CaptionedGroups:
         job: Job,
         reader: BatchReader,
         encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
-        num_conditioning_frames: tuple[int, int] = (0, 0),
-        trajectories: CounterfactualTrajectories | None = None,
-        layout: HistoryLayout | None = None,
+        num_conditioning_frames: tuple[int, int],
+        trajectories: CounterfactualTrajectories,
+        layout: HistoryLayout | None,
     ) -> None:
         """encode: function that encodes samples to clean latents [B, ...] float32, for `Group.data`. All ranks call it.
 
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
-        trajectories: object that replaces the recorded actions and camera paths. None: nothing is replaced.
+        trajectories: object that replaces the recorded actions and camera paths.
         layout: clips of each group. None: each group has a single clip and no recording.
         """
         self.trajectories, self.layout = trajectories, layout
@@ -54,14 +54,12 @@ class CaptionedGroups:
             samples = read_on_leader(job.world, lambda: self.reader.read_positions(positions, ahead=next_positions))
         with job.timer("encode"):
             # One by one: the last bits of a latent must not depend on the batch.
-            encode = self.encode
             local = dict(zip(self.local_groups, samples, strict=True))
-            data = {} if encode is None else {g: encode([s])[0] for g, s in local.items()}
+            data = {} if self.encode is None else {g: self.encode([s])[0] for g, s in local.items()}
         captions = [[g, pack_prompt(drop_prompt_media(s.prompt))] for g, s in local.items()]
         prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
-        if self.trajectories is not None:
-            in_order = [prompts[g] for g in range(self.num_groups)]
-            prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
+        in_order = [prompts[g] for g in range(self.num_groups)]
+        prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
         for g, s in local.items():  # only the ranks that generate a group need its images and videos
             media = {name: array for name, array in s.prompt.inputs.items() if name in MEDIA_INPUTS}
             prompts[g] = replace(prompts[g], inputs={**prompts[g].inputs, **media})

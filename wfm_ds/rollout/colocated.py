@@ -14,12 +14,12 @@ from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.chunks import even_ranges, split_into_chunks
 from wfm_ds.engine.fp8_linear import use_fast_accumulation
 from wfm_ds.rollout.groups import (
-    Group,
     GroupSource,
     RolloutSample,
+    RolloutSource,
     StepRollouts,
     extract_rollout,
-    plan_step_samples,
+    plan_samples,
     stack_conditioning_frames,
 )
 from wfm_ds.rollout.histories import HistoryLayout, ReplicaHistories
@@ -38,7 +38,7 @@ from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.types import Prompt, Score
 
 
-class ColocatedSource:
+class ColocatedSource(RolloutSource):
     """Rollout source that generates the samples on the training ranks and sends them to the reward service."""
 
     def __init__(
@@ -64,9 +64,6 @@ class ColocatedSource:
     def publish_policy(self, step: int) -> None:
         """Do nothing, because the ranks that generate samples already have the weights."""
 
-    def wait_until_ready(self, step: int) -> bool:
-        return True
-
     def step_metrics(self) -> dict[str, float]:
         return self.groups.data_metrics()
 
@@ -75,20 +72,7 @@ class ColocatedSource:
         if self.histories is not None:
             with self.rollout_policy():
                 groups = self.histories.start_samples(groups, plan)
-        return self.generate_samples(self.plan_samples(groups, self.settings.group_size, step), plan)
-
-    def plan_samples(
-        self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
-    ) -> list[RolloutSample]:
-        recipe = self.job.recipe
-        return plan_step_samples(
-            groups,
-            group_size=group_size,
-            step=step,
-            run_seed=recipe.run.seed,
-            same_noise=recipe.sampling.same_noise,
-            first_group=first_group,
-        )
+        return self.generate_samples(plan_samples(self.job.recipe, groups, step), plan)
 
     @contextlib.contextmanager
     def rollout_policy(self) -> Iterator[None]:

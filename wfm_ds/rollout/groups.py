@@ -27,6 +27,7 @@ from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditioningFrames, Prompt, Rollout, Score, Transition
 
 if TYPE_CHECKING:
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.runs.job import Job
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
 
 
 class GroupSource(Protocol):
-    """Provides the groups of each RL step. All ranks must call every method."""
+    """Provides the groups of each RL step. All ranks must call every method. By default, it has no state."""
 
     def step_groups(self, step: int) -> list[Group]:
         """Return the groups of RL step `step`. A repeated call returns the same groups.
@@ -84,12 +85,15 @@ class GroupSource(Protocol):
         Call this once per step, in the order of the steps, before the policy after this step is published.
         """
 
-    def data_metrics(self) -> dict[str, float]: ...
+    def data_metrics(self) -> dict[str, float]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON. This state and the step number determine all later groups."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
 
 
 class RefillableGroups(GroupSource, Protocol):
@@ -102,7 +106,7 @@ class RefillableGroups(GroupSource, Protocol):
         """
 
 
-class PromptGroups:
+class PromptGroups(RefillableGroups):
     """Group source for prompts without images or videos. The order of the prompts depends only on the step."""
 
     def __init__(self, prompts: PromptOrder, num_groups: int) -> None:
@@ -113,18 +117,6 @@ class PromptGroups:
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
         return [Group(prompt=prompt) for prompt in self.prompts.extra_prompts(step, self.num_groups, attempt)]
-
-    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Do nothing: rewards do not change the order of the prompts."""
-
-    def data_metrics(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 class RewardStdGroups:
@@ -202,6 +194,23 @@ class RolloutSample:
         return self.group.prompt
 
 
+def plan_samples(
+    recipe: Recipe, groups: Sequence[Group], step: int, *, group_size: int | None = None, first_group: int = 0
+) -> list[RolloutSample]:
+    """Return the samples of one RL step with the settings of a recipe, see `plan_step_samples`.
+
+    group_size: None: rollout.group_size.
+    """
+    return plan_step_samples(
+        groups,
+        group_size=group_size or recipe.rl.rollout.group_size,
+        step=step,
+        run_seed=recipe.run.seed,
+        same_noise=recipe.sampling.same_noise,
+        first_group=first_group,
+    )
+
+
 def plan_step_samples(
     groups: Sequence[Group],
     *,
@@ -264,6 +273,7 @@ class RolloutSource(Protocol):
 
     def wait_until_ready(self, step: int) -> bool:
         """Wait until the samples of this RL step are available. Returns False if a rank gets a stop request first."""
+        return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
         """Return the samples of this RL step. Only this replica's samples have latents."""
@@ -283,7 +293,7 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
     replace_nonfinite: replace NaN and infinity by 0 in all tensors. If False, replace them only in the clean latents.
     """
-    convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
+    convert = replace_nonfinite_values if replace_nonfinite else Tensor.detach
     return Rollout(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
@@ -301,11 +311,11 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored denoising steps of one sample. row: index of the sample in `trajectory`.
+    """Return the stored denoising steps of one sample: copies if `replace_nonfinite` is True, otherwise views.
 
-    The tensors are copies if `replace_nonfinite` is True, otherwise views of the trajectory.
+    row: index of the sample in `trajectory`.
     """
-    convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
+    convert = replace_nonfinite_values if replace_nonfinite else Tensor.detach
     return [
         Transition(
             index=stored.index,

@@ -73,16 +73,6 @@ class HistoryLayout:
         starts = [layout.first_frame(clip) for clip in sorted({0, len(group.history_seeds)})]
         return np.stack([frames[start : start + layout.num_frames] for start in starts])
 
-    def extend_buckets(self, buckets: Buckets) -> Buckets:
-        """Return buckets for which the data of a sample covers all clips of a group."""
-        framing, total = buckets.framings[0], self.num_frames
-        if self.keeps_recordings:
-            return Buckets(replace(framing, num_frames=total, span=None), buckets.sizes)
-        return Buckets(replace(framing, span=total), buckets.sizes)
-
-    def extend_inputs(self, reader: InputReader | None) -> InputReader | None:
-        return None if reader is None else self.longest.extend_reader(reader, self.max_clips + 1)
-
     def check_library(self, actions: ActionData | None) -> None:
         """Raise RecipeError if the trajectories of rollout.trajectory_library are too short."""
         library = None if actions is None else actions.library
@@ -103,7 +93,10 @@ def extend_for_history(
     if layout is None:
         return buckets, inputs
     layout.check_library(actions)
-    return layout.extend_buckets(buckets), layout.extend_inputs(inputs)
+    framing, total = buckets.framings[0], layout.num_frames
+    framing = replace(framing, num_frames=total, span=None) if layout.keeps_recordings else replace(framing, span=total)
+    reader = None if inputs is None else layout.longest.extend_reader(inputs, layout.max_clips + 1)
+    return Buckets(framing, buckets.sizes), reader
 
 
 def choose_history_layout(

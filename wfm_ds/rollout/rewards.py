@@ -150,10 +150,10 @@ class RewardClient:
         """
         while self._pending_tasks:
             LIVENESS.record_progress()
-            for outcome in self._pipe.take_outcomes(self._poll_timeout_s()):
+            timeout_s = min(task.deadline_s for task in self._pending_tasks.values()) - self._pipe.now_s()
+            for outcome in self._pipe.take_outcomes(min(0.5, timeout_s)):  # 0.5 s: to detect a lost service quickly
                 self._record_outcome(outcome)
             self._fail_overdue(self._pipe.now_s())
-            self._fail_if_lost()
         scores, self._scores = self._scores, {}
         # The order of replies varies.
         return {sample_id: {name: by_name[name] for name in self.names} for sample_id, by_name in scores.items()}
@@ -197,10 +197,6 @@ class RewardClient:
         self._num_submitted += 1
         return f"{self._client_id}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
-    def _poll_timeout_s(self) -> float:
-        # At most 0.5 s, to detect a lost service quickly.
-        return min(0.5, min(ticket.deadline_s for ticket in self._pending_tasks.values()) - self._pipe.now_s())
-
     def _record_outcome(self, outcome: TaskOutcome) -> None:
         ticket = self._pending_tasks.pop(outcome.id, None)
         if ticket is None:
@@ -217,21 +213,16 @@ class RewardClient:
             self._scores.setdefault(score.sample_id, {})[score.reward] = score
 
     def _fail_overdue(self, now_s: float) -> None:
+        """Fail and cancel the tasks after their deadline, and all tasks if the service is lost."""
         silent_s = self._pipe.silence_s
-        cause = f" ({self._pipe.problem} for {silent_s:.0f} s)" if silent_s > 10 else ""
-        overdue = {task_id: ticket for task_id, ticket in self._pending_tasks.items() if now_s >= ticket.deadline_s}
-        for task_id, ticket in overdue.items():
-            self._fail_task(ticket, f"timeout after {self._reward.timeout_s:g} s in {ticket.reward}{cause}")
-            del self._pending_tasks[task_id]
+        is_lost, silence = silent_s > self._lost_after_s, f"{self._pipe.problem} for {silent_s:.0f} s"
+        cause = f" ({silence})" if silent_s > 10 else ""
+        overdue = [i for i, task in self._pending_tasks.items() if is_lost or now_s >= task.deadline_s]
+        for task_id in overdue:
+            task = self._pending_tasks.pop(task_id)
+            timeout = f"timeout after {self._reward.timeout_s:g} s in {task.reward}{cause}"
+            self._fail_task(task, timeout if now_s >= task.deadline_s else f"reward service lost: {silence}")
         self._pipe.cancel(overdue)
-
-    def _fail_if_lost(self) -> None:
-        silent_s = self._pipe.silence_s
-        if silent_s > self._lost_after_s:
-            for ticket in self._pending_tasks.values():
-                self._fail_task(ticket, f"reward service lost: {self._pipe.problem} for {silent_s:.0f} s")
-            self._pipe.cancel(self._pending_tasks)
-            self._pending_tasks.clear()
 
     def _fail_task(self, task: _RewardTask, why: str) -> None:
         for sample_id in task.sample_ids:

@@ -7,9 +7,10 @@ With `sampling.explore`, the best and the worst of many cheap candidate samples 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +20,14 @@ from wfm_ds.algorithms.advantages import Rewards, combine_scores, select_best_an
 from wfm_ds.chunks import even_ranges
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.colocated import ColocatedSource
-from wfm_ds.rollout.groups import RefillableGroups, RewardedGroup, RolloutSample, StepRollouts, group_rewards
+from wfm_ds.rollout.groups import (
+    RefillableGroups,
+    RewardedGroup,
+    RolloutSample,
+    StepRollouts,
+    group_rewards,
+    plan_samples,
+)
 from wfm_ds.rollout.rewards import RewardClient, summarize_failures
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
@@ -93,8 +101,12 @@ class SelectiveSource(ColocatedSource):
         """
         recipe = self.job.recipe
         groups = self.refillable_groups.refill_groups(step, attempt) if attempt else self.groups.step_groups(step)
-        samples = self.plan_samples(
-            groups[: selection.num_missing], self.num_candidates, step, first_group=attempt * selection.num_groups
+        samples = plan_samples(
+            recipe,
+            groups[: selection.num_missing],
+            step,
+            group_size=self.num_candidates,
+            first_group=attempt * selection.num_groups,
         )
         generated = self.generate_samples(samples, self._candidate_plan or self.algorithm.plan(step))
         with self.job.timer("reward_wait"):
@@ -122,8 +134,8 @@ class SelectedRollouts:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._local_rollouts: dict[str, Rollout] = {}
-        self._owner_replicas: dict[str, int] = {}
+        self._local_rollouts: dict[str, Rollout] = {}  # by sample id
+        self._owner_replicas: dict[str, int] = {}  # {sample id: index of the replica}, identical on all ranks
         self._template: Rollout | None = None  # any sample: all rounds have the same plan and shape
 
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
@@ -140,13 +152,21 @@ class SelectedRollouts:
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
         """Move rollouts between replicas until all replicas have equally many. Returns this replica's rollouts.
 
-        All ranks must call this.
+        All ranks must call this. samples: selected samples. Their number is a multiple of the number of replicas.
         """
-        assert self._template is not None, "keep_selected was not called"
-        local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
-        return StepRollouts(
-            samples=samples, local_rollouts=local, first_index=self.world.dp_rank * len(local), failures={}
-        )
+        world, template, local, count = self.world, self._template, list[Rollout](), len(samples) // self.world.dp_size
+        assert template is not None, "keep_selected was not called"
+        for i, sample in enumerate(samples):  # all ranks transfer in the same order, which prevents deadlocks
+            source, target = self._owner_replicas[sample.sample_id], i // count
+            if source == target == world.dp_rank:
+                local.append(self._local_rollouts[sample.sample_id])
+            elif target == world.dp_rank:
+                tensors = [world.transfer_tensor(t, source, target) for t in _list_tensors(template)]
+                local.append(_fill_template(template, sample, tensors))
+            elif source == world.dp_rank:
+                for tensor in _list_tensors(self._local_rollouts[sample.sample_id]):
+                    world.transfer_tensor(tensor, source, target)
+        return StepRollouts(samples=samples, local_rollouts=local, first_index=world.dp_rank * count, failures={})
 
 
 def selection_metrics(
@@ -179,19 +199,15 @@ class GroupSelection:
 
     def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
         """Add the samples of at most `num_missing` groups. informative: ids of the informative groups."""
-        groups: dict[str, list[RolloutSample]] = {}
-        for member in samples:
-            groups.setdefault(member.group_id, []).append(member)
-        self._informative_groups += [group for group_id, group in groups.items() if group_id in informative]
-        self._other_groups += [group for group_id, group in groups.items() if group_id not in informative]
+        for group_id, group in itertools.groupby(samples, lambda sample: sample.group_id):
+            (self._informative_groups if group_id in informative else self._other_groups).append(list(group))
         self.num_dropped = len(self._other_groups)
 
     @property
     def selected_samples(self) -> list[RolloutSample]:
         """Samples of the selected groups: first informative groups, then, if there are too few, other groups."""
-        return [
-            member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
-        ]
+        selected = [*self._informative_groups, *self._other_groups][: self.num_groups]
+        return list(itertools.chain.from_iterable(selected))
 
 
 def within_group_correlation(
@@ -213,39 +229,6 @@ def within_group_correlation(
     if not (norms > 1e-9 * max(1.0, float(np.abs(centred).max()))).all():
         return None
     return float((centred[:, 0] * centred[:, 1]).sum() / (norms[0] * norms[1]))
-
-
-def transfer_to_replicas(
-    world: World,
-    samples: Sequence[RolloutSample],
-    owners: Mapping[str, int],
-    local: Mapping[str, Rollout],
-    template: Rollout,
-) -> list[Rollout]:
-    """Return the rollouts of this replica's shard of `samples`, which other replicas may have generated.
-
-    All ranks must call this.
-    samples: samples of all replicas. Their number is a multiple of the number of replicas.
-    owners: {sample id: index of the replica that has the rollout}, identical on all ranks.
-    local: {sample id: rollout} of this replica.
-    template: any rollout with the same sampling plan and latent shape, and without data latents.
-    """
-    count = len(samples) // world.dp_size
-    received: list[Rollout] = []
-    for i, sample in enumerate(samples):  # all ranks transfer in the same order, which prevents deadlocks
-        source, target = owners[sample.sample_id], i // count
-        if source == target == world.dp_rank:
-            received.append(local[sample.sample_id])
-        elif target == world.dp_rank:
-            received.append(
-                _fill_template(
-                    template, sample, [world.transfer_tensor(t, source, target) for t in _list_tensors(template)]
-                )
-            )
-        elif source == world.dp_rank:
-            for tensor in _list_tensors(local[sample.sample_id]):
-                world.transfer_tensor(tensor, source, target)
-    return received
 
 
 def _list_tensors(rollout: Rollout) -> list[Tensor]:

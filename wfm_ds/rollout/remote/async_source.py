@@ -23,7 +23,7 @@ from wfm_ds.rollout.groups import (
     StepRollouts,
     extract_rollout,
     first_replica,
-    plan_step_samples,
+    plan_samples,
 )
 from wfm_ds.rollout.histories import HistoryLayout, replace_conditioning_frames
 from wfm_ds.rollout.remote.identity import compute_identity
@@ -36,7 +36,6 @@ from wfm_ds.runs.job import Job
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.sockets import PipeError
-from wfm_ds.transport.wire import Message
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)
@@ -47,11 +46,6 @@ ROUND_S = 2.0  # how long rank 0 waits for results before all ranks check whethe
 
 _ChunkTensors = Mapping[str, Tensor]
 """{name: float32 tensor} of one chunk."""
-
-
-def _payload_tensors(payload: Message) -> _ChunkTensors:
-    tensors = zip(payload.specs, payload.read_tensors(), strict=True)
-    return {spec.name: torch.from_numpy(array) for spec, array in tensors}
 
 
 class AsyncSource:
@@ -130,13 +124,7 @@ class AsyncSource:
         Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
         """
         job = self.job
-        samples = plan_step_samples(
-            self._groups.pop(step),
-            group_size=self.settings.group_size,
-            step=step,
-            run_seed=job.recipe.run.seed,
-            same_noise=job.recipe.sampling.same_noise,
-        )
+        samples = plan_samples(job.recipe, self._groups.pop(step), step)
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)
         chunks = [ChunkPlan(**plan) for plan in plans]
         samples = self._slice_prompts(samples, chunks)
@@ -169,9 +157,6 @@ class AsyncSource:
     def step_metrics(self) -> dict[str, float]:
         return self.groups.data_metrics() | self._staleness
 
-    def close(self) -> None:
-        self.client.close()
-
     def _slice_prompts(self, samples: list[RolloutSample], chunks: Sequence[ChunkPlan]) -> list[RolloutSample]:
         if self.layout is None:
             return samples
@@ -192,8 +177,8 @@ class AsyncSource:
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         by_task = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         tensors = {
-            task_id: _payload_tensors(message)
-            for task_id, message in self.client.fetch_results(by_task, FETCH_S).items()
+            task_id: {s.name: torch.from_numpy(a) for s, a in zip(result.specs, result.read_tensors(), strict=True)}
+            for task_id, result in self.client.fetch_results(by_task, FETCH_S).items()
         }
         for task_id, chunk in by_task.items():
             try:
@@ -245,11 +230,9 @@ class AsyncSource:
 
     def _staleness_metrics(self, chunks: Sequence[ChunkPlan]) -> dict[str, float]:
         ages = [c.staleness for c in chunks for _ in range(c.stop - c.first) if c.staleness is not None]
-        counts = (
-            [float(self.scheduler.coordinator.num_dropped_stale), float(len(self.scheduler.broker.worker_ids()))]
-            if self.scheduler
-            else []
-        )
+        counts: list[float] = []
+        if self.scheduler is not None:
+            counts = [float(self.scheduler.coordinator.num_dropped_stale), len(self.scheduler.broker.worker_ids())]
         dropped, lanes = self.job.world.broadcast(counts)
         return {
             "rollout/staleness_mean": sum(ages) / max(1, len(ages)),
@@ -284,7 +267,7 @@ def start_async_source(
     endpoint = world.broadcast(service.endpoint if service is not None else None)
     keys = world.run_checked(lambda: load_trainer_keys(settings))
     source = AsyncSource(job, groups, algorithm, endpoint, keys and keys.local_client_keys, service, layout)
-    resources.callback(source.close)
+    resources.callback(source.client.close)
     world.run_checked(lambda: source.client.attach(ATTACH_S))
     return source
 
@@ -308,10 +291,7 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
 
 
 def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of all groups of the step. On rank 0, all copies have their recordings.
-
-    All ranks must call this.
-    """
+    """Return copies of all groups of the step, on rank 0 with their recordings. All ranks must call this."""
     recording = next((group.recording for group in groups if group.recording is not None), None)
     if recording is None:  # no rewards need them, or this rank is not a replica leader
         return list(groups)
@@ -326,7 +306,7 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
 
 
 def gather_media(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of all groups of the step. On rank 0, the prompts of all copies have their images and videos.
+    """Return copies of all groups of the step, on rank 0 with the images and videos of their prompts.
 
     All ranks must call this.
     """

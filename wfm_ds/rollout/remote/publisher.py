@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -24,8 +24,7 @@ from wfm_ds.runs.layout import POLICY
 from wfm_ds.transport.broker import Broker
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFile:
+class PolicyFile(NamedTuple):
     name: str  # path relative to the publication's folder
     num_bytes: int
     xxh3: str  # see `hash_file`
@@ -44,7 +43,7 @@ class PolicyManifest:
     files: tuple[PolicyFile, ...]
 
     def to_json(self) -> dict[str, Any]:
-        files = [[f.name, f.num_bytes, f.xxh3] for f in self.files]
+        files = [list(file) for file in self.files]
         return {"life": self.session_id, "publication": self.publication, "folder": self.folder, "files": files}
 
     @classmethod
@@ -53,7 +52,7 @@ class PolicyManifest:
 
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
-        files = tuple(PolicyFile(name, num_bytes, xxh3) for name, num_bytes, xxh3 in note["files"])
+        files = tuple(PolicyFile(*file) for file in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
     def offer_name(self, file: PolicyFile) -> str:
@@ -113,20 +112,20 @@ class PolicyPublisher:
         job, world, target = self.job, self.job.world, ExportTarget.from_model(self.job.model)
         plan = plan_weight_files(target, job.model.dtype, self.writers)
 
-        def write_own_files() -> list[list[Any]]:
+        def write_own_files() -> tuple[PolicyFile, ...]:
             paths = write_weight_files(
                 target, job.engine, plan, folder, policy=self.policy, dtype=job.model.dtype, rank=world.rank
             )
-            return [[f.name, f.num_bytes, f.xxh3] for f in describe_files(folder, paths)]
+            return describe_files(folder, paths)
 
         try:
             world.run_checked(lambda: create_part_folders(target, plan, folder), on="main")
-            rows = world.gather(world.run_checked(write_own_files))
+            by_rank = world.gather(world.run_checked(write_own_files))
         except UserError:
             if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        return tuple(PolicyFile(*row) for rank_rows in rows for row in rank_rows)
+        return tuple(PolicyFile(*file) for files in by_rank for file in files)
 
     def _announce_files(self, folder: Path, publication: int, files: tuple[PolicyFile, ...]) -> None:
         assert self.broker is not None
@@ -153,32 +152,27 @@ def remove_publications(recipe: Recipe) -> None:
 
 
 def find_writers(world: World, root: Path) -> list[int]:
-    """Return the ranks that can write to rank 0's folder `root`, which may be on a disk of one machine, or read-only on
-    others.
+    """Return the ranks that can write to rank 0's folder `root`, which may be on a disk of one machine.
 
     All ranks must call this. Raises UserError if rank 0 cannot write to the folder.
     """
-    probe = root / f"writers-{world.broadcast(secrets.token_hex(8))}"
-    world.run_checked(lambda: create_folder(probe), on="main")
-    writers = [rank for rank, can_write in enumerate(world.gather(can_create(probe / str(world.rank)))) if can_write]
+    probe, can_write = root / f"writers-{world.broadcast(secrets.token_hex(8))}", True
+
+    def create_probe() -> None:
+        try:
+            probe.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{root} cannot be written ({error}): fix the folder") from error
+
+    world.run_checked(create_probe, on="main")
+    try:
+        (probe / str(world.rank)).touch(exist_ok=False)
+    except OSError:
+        can_write = False
+    writers = [rank for rank, is_writer in enumerate(world.gather(can_write)) if is_writer]
     if world.is_main:
         shutil.rmtree(probe, ignore_errors=True)
     return writers
-
-
-def create_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{folder.parent} cannot be written ({error}): fix the folder") from error
-
-
-def can_create(file: Path) -> bool:
-    try:
-        file.touch(exist_ok=False)
-    except OSError:
-        return False
-    return True
 
 
 def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:

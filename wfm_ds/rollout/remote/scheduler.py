@@ -12,7 +12,7 @@ from typing import Any
 
 from wfm_ds.recipe.rollout import MAX_CHUNK
 from wfm_ds.rollout import TASK_KIND
-from wfm_ds.rollout.groups import Group, RolloutSample, plan_step_samples
+from wfm_ds.rollout.groups import Group, RolloutSample, plan_samples
 from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
 from wfm_ds.rollout.remote.packing import ChunkTask
 from wfm_ds.rollout.remote.service import RolloutService
@@ -84,14 +84,7 @@ class ChunkScheduler:
 
     def submit_step(self, step: int, groups: Sequence[Group]) -> None:
         """Submit a step that `admit_steps` returned. groups: all groups of the step, with their conditioning frames."""
-        recipe = self.job.recipe
-        self._samples[step] = plan_step_samples(
-            groups,
-            group_size=recipe.rl.rollout.group_size,
-            step=step,
-            run_seed=recipe.run.seed,
-            same_noise=recipe.sampling.same_noise,
-        )
+        self._samples[step] = plan_samples(self.job.recipe, groups, step)
         chunks = self._unsubmitted_chunks.pop(step)
         for start in range(0, len(chunks), MAX_ROWS):
             self._submit_tasks(chunks[start : start + MAX_ROWS])

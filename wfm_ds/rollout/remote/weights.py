@@ -19,7 +19,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.export.lora_file import read_whole_layers
 from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, diffusers_name
 from wfm_ds.models.base import DiffusionModel, matches_any_pattern
-from wfm_ds.rollout.remote.publisher import PolicyFile, PolicyManifest, has_files
+from wfm_ds.rollout.remote.publisher import PolicyManifest, has_files
 from wfm_ds.storage import atomic
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.sockets import PipeError
@@ -85,7 +85,11 @@ class PolicyWeights:
         with atomic.temporary_folder(Path(tempfile.gettempdir()), "wfm-policy-") as folder:
             try:
                 for file in manifest.files:
-                    self._fetch_file(manifest, file, folder / file.name)
+                    path, name = folder / file.name, manifest.offer_name(file)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("wb") as out:
+                        for piece in self.client.read_file(name, file.num_bytes, PIECE_TIMEOUT_S):
+                            out.write(piece.data)
             except (PipeError, OSError) as error:
                 raise TaskFailed(
                     f"publication {manifest.publication} cannot be downloaded: {error}", fatal=False
@@ -93,12 +97,6 @@ class PolicyWeights:
             if not has_files(folder, manifest.files):
                 raise TaskFailed(f"publication {manifest.publication} does not match its announced hashes", fatal=False)
             yield folder
-
-    def _fetch_file(self, manifest: PolicyManifest, file: PolicyFile, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as out:
-            for piece in self.client.read_file(manifest.offer_name(file), file.num_bytes, PIECE_TIMEOUT_S):
-                out.write(piece.data)
 
     @torch.no_grad()
     def _load_weights(self, folder: Path) -> None:
