@@ -87,10 +87,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this node.
-
-    If no launcher started several ranks, all ranks are assumed to be on this node: return `world_size`.
-    """
+    """Return the number of ranks on this node: `world_size` if no launcher started several ranks."""
     launched = find_launched_rank(os.environ)
     return world_size if launched is None or launched.size == 1 else launched.local_size
 

@@ -12,14 +12,11 @@ MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The reason why a run ends, and the ranks that caused it.
-
-    stuck: True if these ranks are still running and can print their stack traces.
-    """
+    """The reason why a run ends, and the ranks that caused it."""
 
     ranks: tuple[int, ...]
     text: str
-    stuck: bool = False
+    stuck: bool = False  # whether these ranks are still running and can print their stack traces
 
 
 @dataclass(slots=True)

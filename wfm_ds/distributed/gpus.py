@@ -36,10 +36,7 @@ def split_visible_devices(visible: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class MachineGpus:
-    """The GPUs of this machine that the run may use, as entries of CUDA_VISIBLE_DEVICES.
-
-    The device `cuda:k` is `all[k]`.
-    """
+    """The GPUs here that the run may use, as entries of CUDA_VISIBLE_DEVICES. The device `cuda:k` is `all[k]`."""
 
     all: tuple[str, ...]
     training_gpus: frozenset[str]  # used by the training ranks of this machine

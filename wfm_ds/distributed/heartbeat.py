@@ -55,10 +55,7 @@ class JsonConnection:
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the JSON objects that have arrived completely. Call it when the socket is readable.
-
-        Returns None if the peer closed the connection or sent invalid data.
-        """
+        """Read the socket. Returns the complete JSON objects, or None if the peer hung up or sent invalid data."""
         try:
             chunk = self.sock.recv(MAX_LINE_BYTES)
             *lines, self._unread = (self._unread + chunk).split(b"\n")
@@ -168,10 +165,7 @@ class RankRegistry:
 
 
 def listen(host: str | None) -> socket.socket:
-    """Listen on a free port at the address `host`.
-
-    If `host` is None or not an address of this machine, listen on all addresses of this machine.
-    """
+    """Listen on a free port at `host`, or on all addresses if it is None or not an address of this machine."""
     try:
         if host is not None:
             return socket.create_server((host, 0), backlog=1024)

@@ -93,10 +93,7 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> threading.Event
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the process of launch.py, given by WFM_LAUNCH_PID. If launch.py has died, exit this process.
-
-    Returns None if WFM_LAUNCH_PID is not set: launch.py did not start this rank or runs on another node.
-    """
+    """Return the process of launch.py, or None if it did not start this rank here. Exit if it has died."""
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
     try:
@@ -135,10 +132,7 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 
 
 def read_preempted_code(environ: Mapping[str, str]) -> int:
-    """Return WFM_PREEMPTED_CODE, the exit code of a run that saved a checkpoint and stopped on request. Default: 0.
-
-    Raises UserError if the value is not a number from 0 to 255.
-    """
+    """Return WFM_PREEMPTED_CODE, the exit code of a preempted run (default 0). Raises UserError if it is invalid."""
     text = environ.get("WFM_PREEMPTED_CODE", "0")
     if not text.isdecimal() or int(text) > MAX_EXIT_CODE:
         raise UserError(f"WFM_PREEMPTED_CODE must be an exit code from 0 to {MAX_EXIT_CODE}, got {text!r}")

@@ -73,9 +73,7 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 
 
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
-    """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
-
-    Replaces an earlier call's handlers.
+    """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr. Replaces earlier handlers.
 
     output_dir: None writes no file. console: if True, stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of
     other packages. If False, stderr shows only errors. Raises UserError if the file cannot be written. Call this after

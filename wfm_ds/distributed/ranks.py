@@ -73,10 +73,7 @@ MPI_VARIABLES = (  # of rank, size, local rank and local size; launcher
 
 
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Return the rank that a launcher gave to this process, or None if no launcher started the process.
-
-    Raises UserError if the launcher's variables contradict each other or are incomplete.
-    """
+    """Return the rank that a launcher gave to this process, if any. Raises UserError for inconsistent variables."""
     environ = {name: value for name, value in environ.items() if value}
     launcher = next((name for mark, name in LAUNCHER_MARKS.items() if mark in environ), None)
     is_inner = "RANK" in environ and launcher is not None

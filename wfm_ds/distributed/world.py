@@ -148,10 +148,7 @@ class World:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over the replica leaders. Return the sums on every rank.
-
-        All ranks must call this with the same names in the same order.
-        """
+        """Sum each value over the replica leaders. All ranks must call this with the same names in the same order."""
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -177,10 +174,7 @@ class World:
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the tensor of the replica's leader, on the device of each rank. The other ranks pass None.
-
-        All ranks of the replica must call this.
-        """
+        """Return the leader's tensor on each rank's device. All ranks of a replica must call this, others with None."""
         if self.replica is None:
             assert tensor is not None
             return tensor
@@ -248,10 +242,7 @@ class World:
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
     def gather_leader_arrays(self, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Return the arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
-
-        Only replica leaders call this method, with arrays of the same shape.
-        """
+        """Return the arrays of all replica leaders on rank 0, [] on others. Only leaders call it, with equal shapes."""
         if self.dp_size == 1:
             return [array.copy()]
         local_array = torch.from_numpy(array.copy())

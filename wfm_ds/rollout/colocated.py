@@ -49,10 +49,7 @@ class ColocatedSource(RolloutSource):
         algorithm: RlAlgorithm,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """rewards: client of the reward service. None: the samples are neither decoded nor scored.
-
-        layout: layout of histories and recordings. None: the run has neither.
-        """
+        """rewards: None: the samples are neither decoded nor scored. layout: None: no histories or recordings."""
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
         self.accumulates_fast = (  # without float8 layers, no need to search for them in each rollout
@@ -87,10 +84,7 @@ class ColocatedSource(RolloutSource):
             yield
 
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
-        """Denoise this replica's shard of the samples with the rollout policy and send it for scoring.
-
-        All ranks must call this.
-        """
+        """Denoise this replica's shard of the samples and send it for scoring. All ranks must call this."""
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)
         shard = shards[job.world.dp_rank]
@@ -137,10 +131,7 @@ class ColocatedSource(RolloutSource):
 
 
 class ScoringQueue:
-    """Decodes denoised chunks and sends them to the reward service, while the next chunk is denoised.
-
-    All ranks of the replica must call every method.
-    """
+    """Decodes and sends chunks for scoring while the next one is denoised. All ranks of a replica call every method."""
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
         self.job, self.rewards = job, rewards
@@ -159,10 +150,7 @@ class ScoringQueue:
             self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
 
     def flush(self) -> Scores:
-        """Send the remaining chunks for scoring.
-
-        Returns failed Scores for samples with non-finite latents that were submitted since the last call.
-        """
+        """Send the remaining chunks. Returns failed Scores for non-finite samples submitted since the last call."""
         if self._waiting:
             self._start_decoding()
         self._send_decoded(num_kept=0)

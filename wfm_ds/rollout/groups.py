@@ -74,10 +74,7 @@ class GroupSource(Protocol):
     """Provides the groups of each RL step. All ranks must call every method. By default, it has no state."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step`. A repeated call returns the same groups.
-
-        Everything except `data` and `recording` is identical on every rank.
-        """
+        """Return the groups of RL step `step`, always the same. Only `data` and `recording` differ between ranks."""
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples of RL step `step`. All ranks must pass identical rewards.
@@ -100,10 +97,7 @@ class RefillableGroups(GroupSource, Protocol):
     """Group source that can provide additional groups for a step."""
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
-        """Return additional groups for RL step `step`, as many as `step_groups` returns, identical on every rank.
-
-        attempt: number of the refill round, starting at 1.
-        """
+        """Return as many additional groups as `step_groups`, identical on every rank. attempt: refill round, from 1."""
 
 
 class PromptGroups(RefillableGroups):
@@ -197,10 +191,7 @@ class RolloutSample:
 def plan_samples(
     recipe: Recipe, groups: Sequence[Group], step: int, *, group_size: int | None = None, first_group: int = 0
 ) -> list[RolloutSample]:
-    """Return the samples of one RL step with the settings of a recipe, see `plan_step_samples`.
-
-    group_size: None: rollout.group_size.
-    """
+    """Return the samples of one RL step with the settings of a recipe. group_size: by default rollout.group_size."""
     return plan_step_samples(
         groups,
         group_size=group_size or recipe.rl.rollout.group_size,
@@ -311,10 +302,7 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored denoising steps of one sample: copies if `replace_nonfinite` is True, otherwise views.
-
-    row: index of the sample in `trajectory`.
-    """
+    """Return the stored denoising steps of sample `row`: copies if `replace_nonfinite` is True, otherwise views."""
     convert = replace_nonfinite_values if replace_nonfinite else Tensor.detach
     return [
         Transition(

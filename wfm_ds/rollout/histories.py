@@ -58,17 +58,11 @@ class HistoryLayout:
         return self.layouts[max(1, group.num_conditioning_frames)]
 
     def slice_group(self, group: Group, clip: int) -> Group:
-        """Return a copy of the group with the inputs of clip number `clip` only.
-
-        The inputs of `group`, such as actions, must cover all clips.
-        """
+        """Return the group with the inputs of clip number `clip` only. The inputs of `group` must cover all clips."""
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
     def slice_recording(self, group: Group, frames: Images) -> Images:
-        """Return clip 0 of the recording and, if the group has a history, the clip after the history: [n,F,H,W,3].
-
-        frames: recorded frames of all clips.
-        """
+        """Return clip 0 and, after a history, the clip after it: [n,F,H,W,3]. frames: recorded frames of all clips."""
         layout = self.group_layout(group)
         starts = [layout.first_frame(clip) for clip in sorted({0, len(group.history_seeds)})]
         return np.stack([frames[start : start + layout.num_frames] for start in starts])
@@ -166,10 +160,7 @@ class HistoryWalker:
         return pixels, is_finite
 
     def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
-        """Return a copy of `group` with the inputs and conditioning frames of clip number `clip`.
-
-        The conditioning frames are the last frames of `video` [F,H,W,3]. If `video` is None, they do not change.
-        """
+        """Return `group` with the inputs of clip `clip`, conditioned on the last frames of `video` [F,H,W,3] if set."""
         cut = self.layout.slice_group(group, clip)
         if video is None:
             return cut
@@ -178,10 +169,7 @@ class HistoryWalker:
         return replace(cut, prompt=prompt, data=cut.data if frames is None else frames.latents[0])
 
     def add_reference(self, group: Group) -> Group:
-        """Return a copy of `group` with its recorded clip, encoded and decoded by the VAE, as `reference`.
-
-        A group without `recording` is returned unchanged.
-        """
+        """Return `group` with its recorded clip, if any, encoded and decoded by the VAE, as `reference`."""
         if group.recording is None:
             return group
         recorded = group.recording[-1 if group.clip else 0]

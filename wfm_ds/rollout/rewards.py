@@ -255,10 +255,7 @@ def decode_on_all_ranks(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8
 
 
 def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
-    """Return the names of the rewards that compare samples with recordings.
-
-    A user's own rewards in a separately started service are omitted.
-    """
+    """Return the rewards that compare samples with recordings, without a user's own rewards in another service."""
     from wfm_reward import registry
 
     if reward is None:
@@ -281,10 +278,7 @@ class ReplicaDecoding:
         self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for the decoded samples. Returns the same as `decode_in_replica`.
-
-        All ranks of the replica must call this.
-        """
+        """Wait, and return the same as `decode_in_replica`. All ranks of the replica must call this."""
         images, is_finite = self._local_decoding.wait()
         return self._world.gather_replica_rows(images, self._counts), is_finite
 
@@ -347,10 +341,7 @@ def resize_images(inputs: Mapping[str, npt.NDArray[Any]], size: Sequence[int]) -
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas on every rank. All ranks must call this.
-
-    local_scores: scores of this replica, used only on its leader.
-    """
+    """Return the scores of all replicas on every rank. All ranks must call this. local_scores: read on leaders only."""
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 

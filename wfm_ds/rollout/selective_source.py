@@ -127,10 +127,7 @@ class SelectiveSource(ColocatedSource):
 
 
 class SelectedRollouts:
-    """Rollouts selected so far.
-
-    Each rollout stays on the replica that generated it until `distribute_evenly` is called.
-    """
+    """Rollouts selected so far. Until `distribute_evenly`, each stays on the replica that generated it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -242,10 +239,7 @@ def _list_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """Return the rollout of `sample`.
-
-    template: rollout with the same denoising steps. tensors: in the order of `_list_tensors`.
-    """
+    """Return the rollout of `sample` with these tensors, in the order of `_list_tensors(template)`."""
     remaining = iter(tensors)
     clean = next(remaining)
     transitions: list[Transition] = []

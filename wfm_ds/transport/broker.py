@@ -129,10 +129,7 @@ class Broker:
         self._commands.put(lambda: self._ledger.disable_kind(kind, why))
 
     def announce(self, announcement: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Attach `announcement` to every task that is leased from now on.
-
-        files: {name: path} of files that clients may read.
-        """
+        """Attach `announcement` to all tasks leased from now on. files: {name: path} of files that clients may read."""
         self._commands.put(lambda: self._set_announcement(announcement, files))
 
     def dismiss_workers(self, why: str) -> None:

@@ -87,11 +87,7 @@ class BrokerWorkers:
                 self.drop_worker(worker, f"its worker was silent for {limit_s:g} s")
 
     def expire_leases(self, now_s: float) -> None:
-        """Take stalled tasks away from their workers, and send these workers `stalled` messages.
-
-        A task is stalled if it made no progress for the `stall_s` seconds of its kind. Waiting tasks fail after their
-        deadline.
-        """
+        """Take stalled tasks from workers, which get `stalled` messages. Waiting tasks fail after their deadline."""
         for worker, task_id, attempt in self._ledger.expire_leases(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)

@@ -101,10 +101,7 @@ class PipeClient:
         self._thread.start()
 
     def attach(self, timeout_s: float) -> None:
-        """Wait for the broker's first reply, which sets `kinds`.
-
-        Raises PipeError after `timeout_s`, or earlier if the broker rejects this client's keys.
-        """
+        """Wait for the broker's first reply, which sets `kinds`. Raises PipeError for no reply or rejected keys."""
         refused_s = self.now_s() + min(REJECTION_TIMEOUT_S, timeout_s)
 
         def has_reply() -> bool:
@@ -177,10 +174,7 @@ class PipeClient:
         self._commands.put(lambda: self._pending_releases.update(never_sent))
 
     def now_s(self) -> float:
-        """Return `time.monotonic()` minus the time for which this process was suspended.
-
-        Deadlines of tasks use this clock.
-        """
+        """Return the clock of deadlines: `time.monotonic()` minus the time for which this process was suspended."""
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def close(self, timeout_s: float = 5.0) -> None:

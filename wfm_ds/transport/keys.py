@@ -92,10 +92,7 @@ def _read_public_keys(folder: Path) -> set[bytes]:
 
 
 def load_client_keys(folder: Path) -> ClientKeys:
-    """Load the key pair of a client or worker. If `folder` is the broker's folder, load the broker's key pair.
-
-    Raises KeyFileError if the keys cannot be loaded.
-    """
+    """Load a peer's key pair, or the broker's from its folder. Raises KeyFileError if the keys cannot be loaded."""
     _check_writers(folder)
     secrets = [path for path in folder.glob(f"*{SECRET_SUFFIX}") if path.name != f"{BROKER_NAME}{SECRET_SUFFIX}"]
     if not secrets and (folder / f"{BROKER_NAME}{SECRET_SUFFIX}").exists():
@@ -112,10 +109,7 @@ def load_client_keys(folder: Path) -> ClientKeys:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair. Returns (path of the secret key, path of the public key).
-
-    Raises KeyFileError if the name is invalid or already used.
-    """
+    """Create a key pair. Returns its secret and public file. Raises KeyFileError if the name is invalid or in use."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise KeyFileError(f"{name!r} is not a valid key name: use letters, digits, - and _")
     secret_file, public_file = folder / f"{name}{SECRET_SUFFIX}", folder / "public" / f"{name}{PUBLIC_SUFFIX}"

@@ -189,10 +189,7 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED if is_current else ReportStatus.LATE)
 
     def record_failure(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """Record a failed attempt, then requeue or quarantine the task.
-
-        The task is quarantined if the failure is fatal or no attempts are left.
-        """
+        """Record a failed attempt. Requeues the task, or quarantines it if this is fatal or no attempts are left."""
         lease = self._worker_leases(worker).get(task_id)
         if lease is not None and lease.attempt != attempt:
             return self._count_report(ReportStatus.DUPLICATE)  # reports an earlier lease of the same worker

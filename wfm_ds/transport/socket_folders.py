@@ -65,10 +65,7 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock another process's SocketFolder. Returns a descriptor, to be closed to release the lock.
-
-    Returns None if `path` is not a SocketFolder or was removed.
-    """
+    """Lock another process's SocketFolder. Returns a descriptor that holds the lock, or None if it does not exist."""
     return _lock_shared(path) if FOLDER_NAME.fullmatch(path.name) else None
 
 

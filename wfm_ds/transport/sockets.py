@@ -97,20 +97,14 @@ class Mailbox(Generic[T]):
 
 
 class ActiveClock:
-    """A clock that excludes the time for which this process was suspended.
-
-    Each tick advances the clock by at most MAX_STEP_S.
-    """
+    """A clock without the time for which this process was suspended: each tick adds at most MAX_STEP_S."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
         self._last_tick_s = now_s
 
     def tick(self, now_s: float) -> float:
-        """Advance the clock and return its time.
-
-        A single thread must call this several times in every MAX_STEP_S seconds.
-        """
+        """Advance the clock and return its time. Call it several times in every MAX_STEP_S seconds, in one thread."""
         self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
         self._last_tick_s = now_s
         return self.now_s
@@ -139,10 +133,7 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
 
 
 def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return the endpoint. If it is the path of a pipes.json file, return the client address in the file.
-
-    Raises PipeError if the file cannot be read.
-    """
+    """Return the endpoint, or the client address in a pipes.json file. Raises PipeError if it cannot be read."""
     if "://" in endpoint:
         return check_endpoint(endpoint, keys=keys)
     try:
@@ -371,10 +362,7 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
 
 
 def poll_sockets(sources: Iterable[Any], timeout_ms: int) -> set[Any]:
-    """Wait until a source is readable, and return the readable sockets and descriptors.
-
-    sources: sockets, mailboxes or descriptors. None is skipped.
-    """
+    """Wait for sockets, mailboxes and descriptors (None is skipped). Returns the readable sockets and descriptors."""
     poller = zmq.Poller()
     for source in sources:
         if source is not None:

@@ -21,10 +21,7 @@ def owner_run(owner: str) -> str:
 
 
 class Spool:
-    """Stores the results of tasks by task id, and the paths of files that clients may request by name.
-
-    Only the broker's thread uses the spool.
-    """
+    """Results of tasks by task id, and files that clients may request by name. Only for the broker's thread."""
 
     def __init__(self) -> None:
         # {task id: (owner, specs, frames)}; a frame is a zmq.Frame
@@ -36,14 +33,14 @@ class Spool:
 
     def read_result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
         """Return (specs, frames) of a result. Raises NotInSpool if it is missing or belongs to another run."""
-        if not self._belongs_to(task_id, run):
+        if not self._has_result(task_id, run):
             raise NotInSpool(f"the broker does not have result {task_id}")
         return self._results[task_id][1:]
 
     def drop_results(self, ids: Iterable[str], run: str) -> None:
         """Drop results of the run `run`. Unknown ids and results of other runs are ignored."""
         for task_id in ids:
-            if self._belongs_to(task_id, run):
+            if self._has_result(task_id, run):
                 del self._results[task_id]
 
     def drop_owner(self, owner: str) -> None:
@@ -69,5 +66,5 @@ class Spool:
             raise NotInSpool(f"{name} cannot be read: {error.strerror}") from error
         return wire.pack_tensors([("bytes", piece)])
 
-    def _belongs_to(self, task_id: str, run: str) -> bool:
+    def _has_result(self, task_id: str, run: str) -> bool:
         return task_id in self._results and owner_run(self._results[task_id][0]) == run

@@ -22,10 +22,7 @@ SendMessage = Callable[[str, Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """A task: rows [start, stop) of the submitted rows, for one worker of `kind`.
-
-    Tasks with equal ids are the same task.
-    """
+    """Rows [start, stop) of the submitted rows for one worker of `kind`. Tasks with equal ids are the same task."""
 
     id: str
     kind: str
@@ -40,10 +37,7 @@ SubmitMessage = Callable[[Sequence[Mapping[str, Any]], Sequence[tuple[str, Array
 
 @dataclass(slots=True)
 class Submission:
-    """Rows (one per sample) with their tensors, and the tasks that workers do on these rows.
-
-    first_row: number of the first row. Tasks refer to rows by number.
-    """
+    """Rows (one per sample) with tensors, and their tasks. first_row: the number that tasks use for the first row."""
 
     rows: Sequence[Mapping[str, Any]]
     first_row: int

@@ -137,10 +137,7 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
-        """Return whether the worker can hold another task of `rows` rows.
-
-        exclusive: whether the task must run alone, because it may kill its worker.
-        """
+        """Return whether the worker can hold these rows too. exclusive: only alone, as they may kill the worker."""
         if not self.leases:
             return True
         exclusive = exclusive or any(lease.is_exclusive for lease in self.leases.values())

@@ -10,10 +10,7 @@ LOG_INTERVAL_S = 60.0
 
 
 class RepeatFilter(logging.Filter):
-    """Logging filter that passes one record per message format every LOG_INTERVAL_S seconds.
-
-    The next record reports how many records were suppressed.
-    """
+    """Passes one record per message format every LOG_INTERVAL_S seconds, with the number of suppressed records."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

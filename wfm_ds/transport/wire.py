@@ -103,10 +103,7 @@ def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec],
 def encode_header(
     message_type: str, message_id: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()
 ) -> bytes:
-    """Return the header frame of a message. The fields are not checked against the schema.
-
-    Raises WireError if the header cannot be encoded or is too large.
-    """
+    """Return a message's header, without checking it against the schema. Raises WireError if it cannot be encoded."""
     assert not fields.keys() & RESERVED_KEYS, f"{message_type} uses a reserved header key"
     header = {"v": PROTOCOL_VERSION, "t": message_type, "mid": message_id, **fields}
     packed = pack_value(header | {"tensors": list(specs)} if specs else header)
@@ -125,10 +122,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
-    """Decode a multipart message.
-
-    Raises WireError, and no other exception, if the message is invalid or its type is not in `expected`.
-    """
+    """Decode a multipart message. Raises only WireError: if it is invalid or its type is not in `expected`."""
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}")
     header = _unpack_header(frames[0])

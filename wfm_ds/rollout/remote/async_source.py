@@ -61,11 +61,7 @@ class AsyncSource:
         service: RolloutService | None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """All ranks must call this.
-
-        service: the rollout service on rank 0, None on other ranks.
-        layout: layout of histories and recordings. None: the run has neither.
-        """
+        """All ranks must call this. service: None except on rank 0. layout: None: no histories or recordings."""
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service, self.layout = job.recipe.rl.rollout, service, layout
         self.session_id = str(job.world.broadcast(uuid.uuid4().hex[:12]))
@@ -170,10 +166,7 @@ class AsyncSource:
     def _fetch_chunks(
         self, chunks: Sequence[ChunkPlan], samples: Sequence[RolloutSample], step: int
     ) -> dict[str, _ChunkTensors]:
-        """Return {task id: tensors} of these chunks, without abandoned chunks.
-
-        Raises ValueError if a chunk does not match the step's sampling plan.
-        """
+        """Return {task id: tensors}, without abandoned chunks. Raises ValueError if a chunk does not match the plan."""
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         by_task = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         tensors = {
@@ -306,10 +299,7 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
 
 
 def gather_media(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of all groups of the step, on rank 0 with the images and videos of their prompts.
-
-    All ranks must call this.
-    """
+    """Return copies of the groups, on rank 0 with the images and videos of their prompts. All ranks must call this."""
     names = job.recipe.data.media_inputs
     if not names:
         return list(groups)

@@ -29,16 +29,12 @@ class GroupChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedChunk:
-    """A generated or abandoned chunk.
-
-    publication: index of the publication that generated the chunk, or None if the chunk was abandoned.
-    reason: why the chunk was abandoned, or "".
-    """
+    """A generated or abandoned chunk."""
 
     chunk: GroupChunk
     task_id: str
-    publication: int | None = None
-    reason: str = ""
+    publication: int | None = None  # that generated the chunk; None: the chunk was abandoned
+    reason: str = ""  # why the chunk was abandoned
 
 
 @dataclass(slots=True)
@@ -64,10 +60,7 @@ class Coordinator:
         first_step: int,
         last_step: int,
     ) -> None:
-        """Plan the RL steps from first_step to last_step.
-
-        Call `record_publication(first_step - 1)` before any other method.
-        """
+        """Plan these RL steps. Call `record_publication(first_step - 1)` before any other method."""
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
@@ -80,10 +73,7 @@ class Coordinator:
         self._retries: dict[GroupChunk, int] = {}
 
     def record_publication(self, publication: int) -> None:
-        """Record that the policy after RL step `publication` is published.
-
-        Raises ValueError if `publication` is not one more than the last recorded number.
-        """
+        """Record that the policy after RL step `publication` is published. Raises ValueError if one was skipped."""
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
         self.last_publication = publication
@@ -125,10 +115,7 @@ class Coordinator:
         return chunks is not None and not chunks.waiting
 
     def pop_step(self, step: int) -> list[ClosedChunk]:
-        """Remove a step and return its chunks in the order of the samples.
-
-        Raises ValueError if the step is not complete.
-        """
+        """Remove a step and return its chunks in the order of the samples. Raises ValueError if it is not complete."""
         if not self.is_complete(step):
             raise ValueError(f"step {step} is not complete")
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]

@@ -29,10 +29,7 @@ class ChunkTask:
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return JSON rows. The first row describes the task.
-
-        Each further row names an array: an input of the prompt, or the recording.
-        """
+        """Return JSON rows: the task, then one row for each array that is an input of the prompt or the recording."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -62,10 +59,7 @@ class ChunkTask:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
-        """Create the task from the results of `to_rows` and `to_arrays`.
-
-        Raises KeyError, TypeError or ValueError if rows or arrays are malformed.
-        """
+        """Undo `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError for malformed rows or arrays."""
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
             raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
@@ -141,10 +135,7 @@ def pack_history(group: Group) -> NamedArrays:
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """Return the trajectory that `pack_trajectory` packed.
-
-    Raises KeyError, IndexError or ValueError if layout or tensors are malformed.
-    """
+    """Undo `pack_trajectory`. Raises KeyError, IndexError or ValueError if layout or tensors are malformed."""
     stored = [
         StoredStep(
             index,
@@ -160,10 +151,7 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the trajectory has the stored steps of `plan`, and float32 tensors of the right shapes.
-
-    count: expected number of samples. shape: expected latent shape of one sample.
-    """
+    """Raise ValueError unless it has the stored steps of `plan`, in float32, for `count` samples of this shape."""
     steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
     if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
         raise ValueError(f"wrong stored steps: expected {list(plan.stored_steps)}, got {steps}")

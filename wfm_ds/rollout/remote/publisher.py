@@ -48,10 +48,7 @@ class PolicyManifest:
 
     @classmethod
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
-        """Create the manifest from the result of `to_json`.
-
-        Raises KeyError, TypeError or ValueError if it is malformed.
-        """
+        """Undo `to_json`. Raises KeyError, TypeError or ValueError if the note is malformed."""
         files = tuple(PolicyFile(*file) for file in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
@@ -61,16 +58,10 @@ class PolicyManifest:
 
 
 class PolicyPublisher:
-    """Writes the policy after RL step N to the folder `v<N>` and announces it to the broker.
-
-    All ranks must call every method.
-    """
+    """Writes the policy after RL step N to the folder `v<N>` and announces it. All ranks must call every method."""
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
-        """Delete the weights that earlier sessions published. All ranks must call this.
-
-        policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
-        """
+        """Delete the weights of earlier sessions. All ranks must call this. broker: None except on rank 0."""
         self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
         self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
         self.retained: list[PolicyManifest] = []
@@ -82,10 +73,7 @@ class PolicyPublisher:
         self.writers = [0] if job.engine.uses_lora else find_writers(job.world, self.root)
 
     def publish(self, publication: int) -> None:
-        """Export the policy and announce it. All ranks must call this.
-
-        Raises UserError on all ranks if the files cannot be written.
-        """
+        """Export and announce the policy. All ranks must call this, and raise UserError if files cannot be written."""
         folder = self.root / f"v{publication:06d}"
         files = self._write_adapter(folder) if self.job.engine.uses_lora else self._write_full_weights(folder)
         if self.broker is not None:

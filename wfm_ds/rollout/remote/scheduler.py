@@ -90,10 +90,7 @@ class ChunkScheduler:
             self._submit_tasks(chunks[start : start + MAX_ROWS])
 
     def wait_for_step(self, step: int, timeout_s: float) -> tuple[bool, str]:
-        """Record results until the step is complete or the timeout expires.
-
-        Returns (is_complete, reason). A non-empty reason says why the run cannot continue.
-        """
+        """Record results until the step is complete or the time is up. Returns (is_complete, reason to end the run)."""
         until_s = self.client.now_s() + timeout_s
         while True:
             for outcome in self.client.take_outcomes(0.0 if self.coordinator.is_complete(step) else LOOK_S):

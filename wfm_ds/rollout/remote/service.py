@@ -92,10 +92,7 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds", "rollout", recipe, *arguments, "--stop-on-eof"]
 
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
-        """Return a worker's environment variables.
-
-        gpu: the only GPU that the worker may use. None: the worker may use the same GPUs as this process.
-        """
+        """Return a worker's environment variables. gpu: the only GPU that it sees. None: those of this process."""
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **remove_rank_variables(os.environ)}
         return variables if gpu is None else gpu_environment(variables, gpu)
 
@@ -215,10 +212,7 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return `devices`, or ["cpu"] if `spawn` is 0 or `devices` is None.
-
-    Raises RecipeError if workers are spawned on a machine with GPUs and `devices` is None.
-    """
+    """Return `devices` or ["cpu"]. Raises RecipeError if workers are spawned on GPUs that `devices` does not name."""
     if spawn == 0:
         return ["cpu"]
     if devices is not None:
@@ -237,11 +231,7 @@ def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return two addresses of the broker: one for ranks and new workers, and one at which workers lease chunks.
-
-    folder: folder of ipc sockets. None: both are TCP addresses.
-    Raises RecipeError if `bind` (rollout.bind) is invalid.
-    """
+    """Return the addresses for clients and workers. folder: of ipc sockets. Raises RecipeError if `bind` is invalid."""
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"
     host, _, port = bind.rpartition(":")

@@ -35,10 +35,7 @@ class PolicyWeights:
     """Loads published versions of the policy into the model's denoiser. Not thread-safe."""
 
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
-        """client: connection to the trainer's broker. lora: whether the policy is an adapter.
-
-        merge: whether to merge the adapter into the base weights.
-        """
+        """client: connection to the trainer's broker. lora: the policy is an adapter. merge: merge it into the base."""
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded_manifest: PolicyManifest | None = None
         self._has_adapter = False
@@ -72,10 +69,7 @@ class PolicyWeights:
 
     @contextlib.contextmanager
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
-        """Yield a folder with the manifest's files, downloaded unless this machine can read the trainer's folder.
-
-        Raises TaskFailed if file names are invalid, if the download fails, or if a file does not match its hash.
-        """
+        """Yield a folder with the files, downloaded if needed. Raises TaskFailed if a file is missing or wrong."""
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
         shared = Path(manifest.folder)

@@ -158,10 +158,7 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys in `folder` or, if it is None, in rollout.keys. Returns None if neither is set.
-
-    Raises KeyFileError if the keys are unusable.
-    """
+    """Load the keys in `folder`, else in rollout.keys, if set. Raises KeyFileError if they are unusable."""
     trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
         return load_client_keys(folder)
