@@ -31,7 +31,7 @@ from wfm_ds.rollout.histories import (
     history_metrics,
     history_warnings,
 )
-from wfm_ds.rollout.remote.async_source import gather_recordings
+from wfm_ds.rollout.remote.async_source import gather_groups
 from wfm_ds.types import FIRST_FRAME, ConditioningFrames, Prompt, Score
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -190,11 +190,15 @@ def test_rank_0_receives_the_recordings_of_other_replicas():
             return received
 
         world = SimpleNamespace(dp_rank=rank, transfer_tensor=transfer_tensor)
-        rl = SimpleNamespace(rollout=SimpleNamespace(group_size=1))
-        sizes = SimpleNamespace(samples_per_rank=2)
-        job = SimpleNamespace(world=world, recipe=SimpleNamespace(rl=rl), run_sizes=sizes)
-        return gather_recordings(
-            job, [replace(group, recording=recordings[k] if k in read else None) for k, group in enumerate(groups)]
+        recipe = SimpleNamespace(
+            rl=SimpleNamespace(rollout=SimpleNamespace(group_size=1)),
+            data=SimpleNamespace(media_inputs=[]),
+            algorithm=SimpleNamespace(conditioning_frame_range=(0, 0)),
+        )
+        model, sizes = SimpleNamespace(clean_frame_range=lambda frames: frames), SimpleNamespace(samples_per_rank=2)
+        return gather_groups(
+            SimpleNamespace(world=world, recipe=recipe, model=model, run_sizes=sizes),
+            [replace(group, recording=recordings[k] if k in read else None) for k, group in enumerate(groups)],
         )
 
     gather(1, [2])

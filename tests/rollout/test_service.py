@@ -26,7 +26,6 @@ from wfm_ds.rollout.remote.service import (
     broker_endpoints,
     choose_worker_devices,
     chunk_stall_s,
-    spawn_device_names,
 )
 from wfm_ds.rollout.reward_service import RewardService, service_environment
 from wfm_ds.training.preflight import check_workers
@@ -145,14 +144,17 @@ def test_a_tcp_address_takes_the_next_port_too(tmp_path):
 
 
 def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
+    def names(devices, spawn):
+        settings = changed(rollout={"devices": devices, "spawn": spawn}).rollout
+        return [place.device for place in choose_worker_devices(settings, 1)]
+
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert spawn_device_names(["cuda:1"], 2) == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert spawn_device_names(None, 1) == ["cpu"]
+    assert names(None, 1) == ["cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert spawn_device_names(None, 0) == spawn_device_names(["cuda:6"], 0) == ["cpu"]
+    assert names(None, 0) == names(["cuda:6"], 0) == ["cpu"]
     with pytest.raises(RecipeError, match=r"rollout\.spawn needs rollout\.devices"):
-        spawn_device_names(None, 1)
+        names(None, 1)
 
 
 def test_workers_do_not_inherit_rank_variables():

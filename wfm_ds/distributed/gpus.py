@@ -51,14 +51,11 @@ class MachineGpus:
             return None
         number = int(match[1] or 0)
         if number >= len(self.all):
-            raise RecipeError(f"{key}: {device} does not exist: {self._describe_range()}{_ssh_advice()}")
+            last = f" to cuda:{len(self.all) - 1}" if len(self.all) > 1 else ""
+            gpus = f"the run's GPUs on this machine are cuda:0{last}"
+            problem = gpus if self.all else "this machine has no GPU for this run"
+            raise RecipeError(f"{key}: {device} does not exist: {problem}{_ssh_advice()}")
         return self.all[number]
-
-    def _describe_range(self) -> str:
-        if not self.all:
-            return "this machine has no GPU for this run"
-        last = len(self.all) - 1
-        return f"the run's GPUs on this machine are cuda:0{f' to cuda:{last}' if last else ''}"
 
 
 def find_machine_gpus(num_ranks: int) -> MachineGpus:
@@ -68,11 +65,6 @@ def find_machine_gpus(num_ranks: int) -> MachineGpus:
     visible = _list_gpus(os.environ.get(VISIBLE_DEVICES, ALL_GPUS))
     all_gpus = _list_gpus(os.environ[LAUNCH_GPUS]) if LAUNCH_GPUS in os.environ else visible
     return MachineGpus(all_gpus, frozenset(visible[:num_ranks] if uses_cuda() else ()))
-
-
-def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
-    """Return the environment for a process that sees only this GPU, as cuda:0."""
-    return {**environ, VISIBLE_DEVICES: gpu}
 
 
 def run_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:

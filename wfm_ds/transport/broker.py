@@ -159,13 +159,10 @@ class Broker:
         while self._status_requests:
             future = self._status_requests.popleft()
             if future.set_running_or_notify_cancel():  # else the caller has cancelled it
-                future.set_result(self._snapshot_status(self._clock.now_s))
-
-    def _snapshot_status(self, now_s: float) -> BrokerStatus:
-        kinds, workers = self._ledger.summarize_load(now_s)
-        clients = self._clients.silence_by_owner(now_s)
-        counts, rejected = dict(self._ledger.counts), self.rejected.total()
-        return BrokerStatus(kinds, workers, clients, counts, rejected, self._ledger.held_bytes)
+                kinds, workers = self._ledger.summarize_load(self._clock.now_s)
+                clients = self._clients.silence_by_owner(self._clock.now_s)
+                counts, rejected = dict(self._ledger.counts), self.rejected.total()
+                future.set_result(BrokerStatus(kinds, workers, clients, counts, rejected, self._ledger.held_bytes))
 
     def _notify_observer(self, task: Task, completion: Completion) -> None:
         payload: TaskPayload = task.payload

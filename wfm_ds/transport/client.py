@@ -37,7 +37,7 @@ from wfm_ds.transport.submissions import (
     TaskRequest,
 )
 from wfm_ds.transport.throttle import get_throttled_logger
-from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
+from wfm_ds.transport.wire import Array, Message, WireError
 
 log = logging.getLogger(__name__)
 peer_log = get_throttled_logger(f"{__name__}.peers")
@@ -342,14 +342,9 @@ class PipeClient:
         self._send("since", {"seq": self._seq})
         self._stopping = True
 
-    def _send(
-        self,
-        message_type: str,
-        fields: Mapping[str, Any],
-        specs: Sequence[TensorSpec] = (),
-        frames: Sequence[Buffer] = (),
-    ) -> bool:
-        if self._dealer is not None and self._dealer.send_message(message_type, fields, specs, frames):
+    def _send(self, message_type: str, fields: Mapping[str, Any], *tensors: Any) -> bool:
+        """Send a message. tensors: their table and frames, if any."""
+        if self._dealer is not None and self._dealer.send_message(message_type, fields, *tensors):
             return True
         self._session = ""  # a full queue can mean that the broker was replaced: attach again
         return False

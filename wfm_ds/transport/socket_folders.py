@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from wfm_ds.errors import UserError
@@ -88,39 +86,39 @@ def _find_base_folder() -> Path:
 
 def _remove_if_orphaned(path: Path) -> bool:
     """Remove the folder if it belongs to this user, is not locked, and contains only files. Returns True if removed."""
-    with _open_own_folder(path) as folder:
-        with contextlib.suppress(OSError):  # the folder is locked, already removed, or contains a folder
-            if folder is None:
-                return False
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same_folder(folder, path):
-                for name in os.listdir(folder):
-                    os.unlink(name, dir_fd=folder)
-                path.rmdir()
-                return True
+    if (folder := _open_own_folder(path)) is None:
         return False
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_same_folder(folder, path):
+            return False
+        for name in os.listdir(folder):
+            os.unlink(name, dir_fd=folder)
+        path.rmdir()
+    except OSError:  # the folder is locked, already removed, or contains a folder
+        return False
+    finally:
+        os.close(folder)
+    return True
 
 
 def _lock_shared(path: Path) -> int | None:
-    with _open_own_folder(path) as folder:
-        if folder is None:
-            return None
+    folder = _open_own_folder(path)
+    if folder is not None:
         fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a removal in progress, which is short
-        return os.dup(folder)  # the lock lasts until all of its descriptors are closed
+    return folder
 
 
-@contextlib.contextmanager
-def _open_own_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder, or None if it does not exist or belongs to another user."""
+def _open_own_folder(path: Path) -> int | None:
+    """Return a descriptor of the folder, or None if it does not exist or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        yield None
-        return
-    try:
-        yield folder if os.fstat(folder).st_uid == os.geteuid() else None
-    finally:
-        os.close(folder)
+        return None
+    if os.fstat(folder).st_uid == os.geteuid():
+        return folder
+    os.close(folder)
+    return None
 
 
 def _is_same_folder(folder: int, path: Path) -> bool:

@@ -90,8 +90,7 @@ class AsyncSource:
         admitted = self.scheduler.admit_steps(step) if self.scheduler is not None else None
         for admitted_step in self.job.world.broadcast(admitted):
             read = self.groups.step_groups(admitted_step)
-            groups = gather_recordings(self.job, gather_conditioning_frames(self.job, read))
-            groups = gather_media(self.job, groups)
+            groups = gather_groups(self.job, read)
             self._groups[admitted_step] = [dataclasses.replace(group, recording=None) for group in read]
             if self.scheduler is not None:
                 self.scheduler.submit_step(admitted_step, groups)
@@ -265,54 +264,34 @@ def start_async_source(
     return source
 
 
-def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Collect the conditioning frames of all groups of a step on rank 0. All ranks must call this.
+def gather_groups(job: Job, groups: Sequence[Group]) -> list[Group]:
+    """Return copies of all groups of a step. All ranks must call this.
 
-    groups: all groups. Each replica has `data` only for the groups that it has read.
-    Returns copies of the groups with only the conditioning frames as `data`, on the CPU. Only rank 0 gets the frames of
-    all groups.
+    Each replica has the arrays of the groups that it has read: `data`, the media of the prompt and, on the leader,
+    `recording`. On rank 0, all copies have these arrays. `data` is on the CPU and has only the conditioning frames.
     """
     latents = next((group.data for group in groups if group.data is not None), None)
-    if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
-        return [dataclasses.replace(group, data=None) for group in groups]
-    conditioned: list[Group] = []
-    for g, group in enumerate(groups):  # all ranks transfer in the same order, which prevents deadlocks
-        frames = (latents if group.data is None else group.data)[:, : group.num_conditioning_frames]
-        frames = send_to_main(job, g, frames)
-        conditioned.append(dataclasses.replace(group, data=pad_num_frames(frames.cpu(), latents.shape[1])))
-    return conditioned
-
-
-def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of all groups of the step, on rank 0 with their recordings. All ranks must call this."""
+    if job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
+        latents = None
     recording = next((group.recording for group in groups if group.recording is not None), None)
-    if recording is None:  # no rewards need them, or this rank is not a replica leader
-        return list(groups)
-    complete: list[Group] = []
-    for g, group in enumerate(groups):
-        frames = group.recording
-        if frames is None:
-            frames = np.empty((1 + bool(group.history_seeds), *recording.shape[1:]), np.uint8)
-        frames = send_to_main(job, g, torch.from_numpy(frames)).numpy()
-        complete.append(dataclasses.replace(group, recording=frames))
-    return complete
-
-
-def gather_media(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of the groups, on rank 0 with the images and videos of their prompts. All ranks must call this."""
     names = job.recipe.data.media_inputs
-    if not names:
-        return list(groups)
     # All media of an input have the same size, because async rollouts have a single size.
-    local = next(group.prompt.inputs for group in groups if names[0] in group.prompt.inputs)
+    media = next(group.prompt.inputs for group in groups if names[0] in group.prompt.inputs) if names else {}
     complete: list[Group] = []
-    for g, group in enumerate(groups):
-        media = {
-            name: send_to_main(job, g, torch.from_numpy(group.prompt.inputs.get(name, np.empty_like(local[name]))))
-            for name in names
-        }
-        inputs = {**group.prompt.inputs, **{name: tensor.numpy() for name, tensor in media.items()}}
-        complete.append(dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, inputs=inputs)))
+    for g, group in enumerate(groups):  # all ranks transfer in the same order, which prevents deadlocks
+        data, frames, inputs = None, group.recording, dict(group.prompt.inputs)
+        if latents is not None:
+            local = (latents if group.data is None else group.data)[:, : group.num_conditioning_frames]
+            data = pad_num_frames(send_to_main(job, g, local).cpu(), latents.shape[1])
+        if recording is not None:  # else no rewards need recordings, or this rank is not a replica leader
+            if frames is None:
+                frames = np.empty((1 + bool(group.history_seeds), *recording.shape[1:]), np.uint8)
+            frames = send_to_main(job, g, torch.from_numpy(frames)).numpy()
+        for name in names:
+            array = inputs.get(name, np.empty_like(media[name]))
+            inputs[name] = send_to_main(job, g, torch.from_numpy(array)).numpy()
+        prompt = dataclasses.replace(group.prompt, inputs=inputs)
+        complete.append(dataclasses.replace(group, data=data, recording=frames, prompt=prompt))
     return complete
 
 

@@ -19,15 +19,10 @@ MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys t
 
 def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     """Return {setting: short digest} for everything that affects samples, including the pipeline's files."""
-    sections: dict[str, Any] = {
-        "model": recipe.model,
-        "lora": recipe.lora,
-        "sampling": recipe.sampling,
-        "algorithm": recipe.algorithm,
-    }
     parts = [name for name in model.pipeline.components if (model.path / name).is_dir()]
-    plain = {
-        name: None if section is None else section.model_dump(mode="json", exclude=MACHINE_KEYS.get(name))
+    sections = {name: getattr(recipe, name) for name in ("model", "lora", "sampling", "algorithm")}
+    plain: dict[str, Any] = {
+        name: section and section.model_dump(mode="json", exclude=MACHINE_KEYS.get(name))
         for name, section in sections.items()
     }
     if recipe.rl.algorithm.compares_log_probs:

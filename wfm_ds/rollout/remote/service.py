@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.distributed.accelerator import find_free_port, uses_cuda
-from wfm_ds.distributed.gpus import find_machine_gpus, gpu_environment
+from wfm_ds.distributed.gpus import VISIBLE_DEVICES, find_machine_gpus
 from wfm_ds.distributed.ranks import remove_rank_variables
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.rollout import RolloutRecipe
@@ -58,11 +58,11 @@ class RolloutService:
         self.folder = recipe.run.output_dir / ROLLOUT
         self.folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = str((self.folder / PIPES_FILE).absolute())
-        self._sockets = SocketFolder() if self.settings.bind == "ipc" else None
         self.workers: list[WorkerProcess] = []
-        clients, workers = broker_endpoints(self.settings.bind, None if self._sockets is None else self._sockets.path)
-        info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
-        try:
+        with contextlib.ExitStack() as resources:
+            sockets = resources.enter_context(SocketFolder()) if self.settings.bind == "ipc" else None
+            clients, workers = broker_endpoints(self.settings.bind, sockets)
+            info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
             self.broker = Broker(
                 clients=clients,
                 workers=workers,
@@ -72,17 +72,17 @@ class RolloutService:
                 worker_keys=self.settings.keys is not None,
                 observer=self._record_finished_chunk,
             )
-        except BaseException:
-            self._remove_sockets()
-            raise
-        self.broker.start()
-        try:
-            self._write_endpoints({"clients": self.broker.client_endpoint, "workers": workers, "pid": os.getpid()})
+            self.broker.start()
+            resources.callback(self._remove_files)
+            resources.callback(self.broker.stop, DRAIN_S)
+            resources.callback(self._stop_workers)
+            with atomic.new_file(Path(self.endpoint)) as part:
+                part.chmod(0o600)
+                endpoints = {"clients": self.broker.client_endpoint, "workers": workers, "pid": os.getpid()}
+                part.write_text(json.dumps(endpoints))
             for i in range(self.settings.spawn):
                 self.workers.append(WorkerProcess(self, f"spawned-{i}", self.devices[i % len(self.devices)]))
-        except BaseException:
-            self.stop()
-            raise
+            self._resources = resources.pop_all()
 
     def worker_command(self, name: str, place: WorkerDevice) -> list[str]:
         name_in_worker = place.device if place.gpu is None else "cuda:0"  # the only GPU that the worker sees
@@ -94,7 +94,7 @@ class RolloutService:
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
         """Return a worker's environment variables. gpu: the only GPU that it sees. None: those of this process."""
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **remove_rank_variables(os.environ)}
-        return variables if gpu is None else gpu_environment(variables, gpu)
+        return variables if gpu is None else {**variables, VISIBLE_DEVICES: gpu}
 
     def worker_failures(self) -> list[str]:
         return [worker.failure for worker in self.workers if worker.failure]
@@ -105,31 +105,23 @@ class RolloutService:
         return "; ".join(dict.fromkeys(failures)) if is_dead else ""
 
     def stop(self) -> None:
+        self._resources.close()
+
+    def _stop_workers(self) -> None:
         for worker in self.workers:
             worker.child.request_stop()
         for worker in self.workers:
             worker.child.stop()
-        self.broker.stop(DRAIN_S)
-        self._remove_sockets()
+
+    def _remove_files(self) -> None:
         Path(self.endpoint).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: the workers' logs are kept
             self.folder.rmdir()
 
-    def _write_endpoints(self, content: Mapping[str, Any]) -> None:
-        with atomic.new_file(Path(self.endpoint)) as part:
-            part.chmod(0o600)
-            part.write_text(json.dumps(content))
-
     def _record_finished_chunk(self, ended: FinishedTask) -> None:
         if ended.completion.ok:
             for worker in self.workers:
-                worker.has_finished_chunk = worker.has_finished_chunk or ended.completion.worker.startswith(
-                    f"{worker.process_name}/"
-                )
-
-    def _remove_sockets(self) -> None:
-        if self._sockets is not None:
-            self._sockets.remove()
+                worker.has_finished_chunk |= ended.completion.worker.startswith(f"{worker.process_name}/")
 
 
 class WorkerProcess:
@@ -196,7 +188,12 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
     num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist, or if
     rollout.devices is required but not set.
     """
-    names = spawn_device_names(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
+    if rollout.spawn and rollout.devices is None and uses_cuda():
+        raise RecipeError(
+            "rollout.spawn needs rollout.devices: set it to GPUs that do not train, such as [cuda:6, cuda:7], or set "
+            "rollout.spawn to 0 and start workers elsewhere"
+        )
+    names = (rollout.devices or ["cpu"])[: rollout.spawn] or ["cpu"]
     if not any(name.startswith("cuda") for name in names):
         return [WorkerDevice(name) for name in names]
     gpus = find_machine_gpus(num_ranks)
@@ -209,20 +206,6 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
             ", ".join(dict.fromkeys(shared)),
         )
     return devices
-
-
-def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return `devices` or ["cpu"]. Raises RecipeError if workers are spawned on GPUs that `devices` does not name."""
-    if spawn == 0:
-        return ["cpu"]
-    if devices is not None:
-        return devices
-    if uses_cuda():
-        raise RecipeError(
-            "rollout.spawn needs rollout.devices: set it to GPUs that do not train, such as [cuda:6, cuda:7], or set "
-            "rollout.spawn to 0 and start workers elsewhere"
-        )
-    return ["cpu"]
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
