@@ -1,5 +1,6 @@
 """Stop and resume processes, wait for conditions, and limit memory use."""
 
+import json
 import os
 import signal
 import threading
@@ -33,6 +34,11 @@ def stop(*pids):
 def go_on(*pids):
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+
+
+def read_lines(path):
+    """Return the JSON values in the lines of a file, or [] if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait(seconds):

@@ -1,4 +1,4 @@
-"""Start trainers and rollout workers as separate processes."""
+"""Start training runs and rollout workers as separate processes."""
 
 import json
 import os
@@ -27,21 +27,23 @@ def start(stack, log, *words):
     return process
 
 
+def start_training(stack, folder, model, *overrides):
+    """Start a tiny run in `folder` that logs to `folder`.log."""
+    return start(
+        stack,
+        folder.with_suffix(".log"),
+        "wfm_ds.train",
+        "tests/recipes/sd3_nft.yaml",
+        *[f"run.output_dir={folder}", f"model.path={model}", "validation.at_start=false", "optimizer.eps=1e-4"],
+        *["logging.console=false", "logging.tensorboard=false", *overrides],
+    )
+
+
 def train(stack, folder, where, model, *overrides, seconds):
     options = {"seconds": seconds, "journal": str(folder / f"{where}.journal")}
     reward = {"name": "probe_rewards:Brightness", "workers": 2, "max_batch": 2, "options": options}
-    return start(
-        stack,
-        folder / f"{where}.log",
-        "wfm_ds.train",
-        "tests/recipes/sd3_nft.yaml",
-        f"run.output_dir={folder / where}",
-        f"model.path={model}",
-        f"reward.functions={json.dumps([reward])}",
-        *["run.steps=3", "engine.max_forward_batch=2", "validation.at_start=false", "optimizer.eps=1e-4"],
-        *["logging.console=false", "logging.tensorboard=false"],
-        *overrides,
-    )
+    words = [f"reward.functions={json.dumps([reward])}", "run.steps=3", "engine.max_forward_batch=2", *overrides]
+    return start_training(stack, folder / where, model, *words)
 
 
 def has(log, text):

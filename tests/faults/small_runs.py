@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,6 +12,7 @@ from wfm_ds.demos.digits_data import write_digits
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_IMAGES = 40
+DEADLINE_S = 300.0
 ENDLESS = ("run.steps=100000", "checkpoint.every=2")
 
 
@@ -20,6 +23,13 @@ def prepare_recipe(pipeline, tmp_path):
     for file in sorted(folder.iterdir())[2 * NUM_IMAGES :]:  # each image has a caption file
         file.unlink()
     return [str(ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml"), f"model.path={pipeline}", f"data.path={folder}"]
+
+
+def run_training(recipe, overrides, limit=None):
+    """Run wfm_ds.train to its end. limit: function that runs in the process before the command."""
+    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
+    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "timeout": DEADLINE_S, "preexec_fn": limit, "text": True}
+    return subprocess.run(words, capture_output=True, check=False, **options)
 
 
 def result(folder):

@@ -7,31 +7,19 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from faults.processes import PATIENCE_S, go_on, stop, until, wait
+from faults.processes import PATIENCE_S, go_on, read_lines, stop, until, wait
 from faults.proxy import FaultyProxy
 from transport.peers import a_client, a_hub, collect
 from wfm_ds.transport import client as client_module
 from wfm_ds.transport import submissions
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.submissions import TaskRequest
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker sends a message every 2 s
-
-
-@pytest.fixture
-def stack():
-    with SocketFolder() as folder, ExitStack() as stack:
-        stack.folder = folder
-        yield stack
-        stack.close()
-        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def a_worker(stack, endpoint, name, journal, *constants):
@@ -62,7 +50,7 @@ def test_each_task_has_one_result_despite_message_faults(stack, tmp_path, monkey
     for name in ("SINCE_INTERVAL_S", "RESUBMIT_INTERVAL_S"):
         monkeypatch.setattr(client_module, name, 0.2)
     monkeypatch.setattr(submissions, "MARKER_INTERVAL_S", 0.2)
-    hub = a_hub(stack, stack.folder, stall_s=4.0)  # after this time a lost task is given to another worker
+    hub = a_hub(stack, stall_s=4.0)  # after this time a lost task is given to another worker
     near_workers = FaultyProxy(f"ipc://{stack.folder}/pw", hub.worker_endpoint, lose={"task": 20})
     stack.callback(near_workers.close)
     near_client = FaultyProxy(f"ipc://{stack.folder}/pc", hub.client_endpoint)
@@ -97,8 +85,7 @@ def test_each_task_has_one_result_despite_message_faults(stack, tmp_path, monkey
 
 def begun(journal):
     """Return (worker, task) of all started tasks, in order."""
-    lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-    return [(line["worker"], line["id"]) for line in lines if line["what"] == "begin"]
+    return [(line["worker"], line["id"]) for line in read_lines(journal) if line["what"] == "begin"]
 
 
 def counts(hub):
@@ -107,7 +94,7 @@ def counts(hub):
 
 def test_tasks_of_a_killed_worker_are_done_by_a_late_worker(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
     submit(client, range(5), seconds=1000.0, of="first")
     first = a_worker(stack, hub.worker_endpoint, "first", journal)  # the worker joins after the tasks were submitted
@@ -122,7 +109,7 @@ def test_tasks_of_a_killed_worker_are_done_by_a_late_worker(stack, tmp_path):
 
 def test_the_late_answer_of_a_replaced_worker_is_ignored(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
     submit(client, [0], seconds=0.5, of="stopped")
     stopped = a_worker(stack, hub.worker_endpoint, "stopped", journal)
@@ -142,7 +129,7 @@ def test_the_late_answer_of_a_replaced_worker_is_ignored(stack, tmp_path):
 
 def test_the_late_answer_of_the_only_worker_counts_once(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
     submit(client, [0], seconds=0.5)
     worker = a_worker(stack, hub.worker_endpoint, "w", journal)
@@ -158,7 +145,7 @@ def test_the_late_answer_of_the_only_worker_counts_once(stack, tmp_path):
 
 def test_a_worker_asked_to_exit_returns_its_task(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     client = a_client(stack, hub)
     submit(client, range(3), seconds=1000.0, of="leaving")
     leaving = a_worker(stack, hub.worker_endpoint, "leaving", journal)

@@ -12,25 +12,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import yaml
 
-from faults.processes import PATIENCE_S, go_on, stop, until, wait
+import reward_http
+from faults.processes import PATIENCE_S, read_lines, stop, until
 from reward_samples import media_batch
 from wfm_ds.program import JOB_SIGNALS
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient
 
-PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "Other", "Moody"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def probes():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
-        patch.syspath_prepend(PROBES)
-        yield
+pytestmark = pytest.mark.usefixtures("probes")
 
 
 def a_recipe(*functions, **changes):
@@ -47,8 +41,7 @@ def moody(folder, **changes):
 
 
 def journal(folder):
-    path = folder / "journal"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(folder / "journal")
 
 
 def failures(scores, reward):
@@ -67,17 +60,9 @@ def attached(endpoint, recipe, **options):
 @contextmanager
 def serving(folder, rewards):
     """Start a reward service with these rewards. Yield its process and an attached client."""
-    config = folder / "service.yaml"
-    config.write_text(yaml.safe_dump({"rewards": rewards}))
     recipe = a_recipe(*({"name": n} for n in rewards), spawn=False, endpoint=str(folder / "pipes.json"))
-    with (folder / "log").open("wb") as log:
-        service = subprocess.Popen([sys.executable, "-m", "wfm_reward.serve", str(config)], stderr=log)
-    try:
-        with attached(recipe.endpoint, recipe) as client:
-            yield service, client
-    finally:
-        service.terminate()
-        service.wait(PATIENCE_S)
+    with reward_http.serving(folder, {"rewards": rewards}) as (service, _), attached(recipe.endpoint, recipe) as client:
+        yield service, client
 
 
 def send_job_signals(process):
@@ -140,7 +125,7 @@ def test_a_reward_that_hangs_is_replaced_and_its_item_fails_by_name(tmp_path):
     assert failures(scores, MOODY) == {"s0": None, "s1": "no progress for 1 s (3 attempts)", "s2": None, "s3": None}
     pids = [line["pid"] for line in journal(tmp_path) if line["ids"] == ["s1"]]
     assert len(set(pids)) == 3
-    assert "in score" in (tmp_path / "log").read_text(), "the stack of what hung is in the log"
+    assert "in score" in (tmp_path / "service.log").read_text(), "the stack of what hung is in the log"
 
 
 def test_a_hang_beyond_the_deadline_does_not_delay_the_next_step(tmp_path):
@@ -242,7 +227,7 @@ def test_sigterm_waits_for_the_running_task_and_a_second_one_does_not(tmp_path):
             family = psutil.Process(service.pid).children(recursive=True)
             service.terminate()
             if signals == 2:
-                until(lambda folder=folder: "stopping: SIGTERM" in (folder / "log").read_text())
+                until(lambda folder=folder: "stopping: SIGTERM" in (folder / "service.log").read_text())
                 service.terminate()
             assert service.wait(PATIENCE_S) == 0
             _, alive = psutil.wait_procs(family, timeout=5)
@@ -261,21 +246,8 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path):
         scores = client.wait()
         assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(3)}
         assert not psutil.pid_exists(target)
-    assert "makes no progress and does not exit" in (tmp_path / "log").read_text()
+    assert "makes no progress and does not exit" in (tmp_path / "service.log").read_text()
     assert {line["pid"] for line in journal(tmp_path)} - {target}
-
-
-def test_a_service_that_is_stopped_for_a_while_loses_nothing(tmp_path):
-    options = {"journal": str(tmp_path / "journal"), "seconds": 0.2}
-    with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "options": options}}) as (service, client):
-        client.submit(a_batch(["a"] * 6))
-        until(lambda: journal(tmp_path))
-        stop(service.pid)
-        wait(3.0)
-        go_on(service.pid)
-        assert failures(client.wait(), BRIGHTNESS) == {f"s{i}": None for i in range(6)}
-    done = [i for line in journal(tmp_path) for i in line["ids"]]
-    assert sorted(done) == [f"s{i}" for i in range(6)], "each was scored once"
 
 
 def test_an_item_that_kills_its_workers_spares_those_of_its_batch(tmp_path):

@@ -2,60 +2,29 @@
 
 import json
 import os
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
 
-from faults.processes import go_on, stop, until, wait
+from faults.processes import go_on, read_lines, stop, wait
+from faults.rollout_processes import start_training, until
 from multi_rank.same_runs import assert_same_runs
 
-ROOT = Path(__file__).parent.parent.parent
-PROBES = ROOT / "tests" / "reward"
 END_S = 600.0  # long enough for a busy machine
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def train(stack, folder, model, reward, options, *overrides):
     """Start a tiny run in `folder` that logs to `folder`.log. It is killed at the end of the test if it still runs."""
     options = {"journal": str(folder.with_suffix(".journal")), **options}
     function = {"name": f"probe_rewards:{reward}", "workers": 2, "max_batch": 2, "options": options}
-    path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with folder.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *[sys.executable, "-m", "wfm_ds.train", "tests/recipes/sd3_nft.yaml"],
-                f"run.output_dir={folder}",
-                f"model.path={model}",
-                f"reward.functions={json.dumps([function])}",
-                *["run.steps=4", "optimizer.eps=1e-4", "validation.at_start=false"],
-                *["logging.console=false", "logging.tensorboard=false"],
-                *overrides,
-            ],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=log,
-            stderr=log,
-        )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
+    words = [f"reward.functions={json.dumps([function])}", "run.steps=4", *overrides]
+    return start_training(stack, folder, model, *words)
 
 
 def steps(folder):
     """Return the metrics of all completed updates."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if "loss/total" in line]
+    return [line for line in read_lines(folder / "metrics.jsonl") if "loss/total" in line]
 
 
 def processes(trainer, word):
@@ -69,17 +38,7 @@ def nobody_is_left(family):
 
 
 def journal(folder):
-    path = folder.with_suffix(".journal")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def patiently(condition):
-    """Like `until`, with a timeout that covers the start of a run."""
-    for _ in range(int(END_S)):
-        if condition():
-            return
-        wait(1.0)
-    pytest.fail("it did not happen")
+    return read_lines(folder.with_suffix(".journal"))
 
 
 def test_killing_and_stopping_rewards_does_not_change_the_run(stack, tmp_path, tiny_pipelines):
@@ -87,16 +46,16 @@ def test_killing_and_stopping_rewards_does_not_change_the_run(stack, tmp_path, t
     undisturbed = train(stack, tmp_path / "undisturbed", model, "Brightness", {})
     folder = tmp_path / "disturbed"
     run = train(stack, folder, model, "Brightness", {"seconds": 0.7})
-    patiently(lambda: journal(folder) or run.poll() is not None)
+    until(lambda: journal(folder) or run.poll() is not None)
     os.kill(journal(folder)[0]["pid"], 9)  # a reward worker that is processing a batch
-    patiently(lambda: steps(folder) or run.poll() is not None)
+    until(lambda: steps(folder) or run.poll() is not None)
     (service,) = processes(run, "wfm_reward.serve")
     orphans = service.children(recursive=True)
     service.kill()
     nobody_is_left(orphans)
     restarted = until(lambda: processes(run, "wfm_reward.serve"))[0]
     scored = len(journal(folder))
-    patiently(lambda: len(journal(folder)) > scored or run.poll() is not None)
+    until(lambda: len(journal(folder)) > scored or run.poll() is not None)
     stop(restarted.pid)
     wait(5.0)
     go_on(restarted.pid)
@@ -117,7 +76,7 @@ def test_samples_without_a_valid_reward_are_left_out_and_the_run_continues(stack
 def test_a_reward_that_never_returns_ends_the_run_with_one_error(stack, tmp_path, tiny_pipelines):
     folder = tmp_path / "run"
     run = train(stack, folder, tiny_pipelines("sd3"), "Failing", {"how": ["hang"] * 4}, "reward.timeout_s=2")
-    patiently(lambda: journal(folder) or run.poll() is not None)
+    until(lambda: journal(folder) or run.poll() is not None)
     family = processes(run, "-m")
     assert run.wait(END_S) == 1, folder.with_suffix(".log").read_text()
     nobody_is_left(family)

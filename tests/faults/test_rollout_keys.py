@@ -4,35 +4,25 @@ Workers without a valid key are rejected. All processes are real.
 """
 
 import json
-import shutil
-from contextlib import ExitStack
 
 import pytest
 import yaml
 
 from faults.rollout_processes import PATIENCE_S, start, train, until
+from transport.peers import create_peer_keys
 from wfm_ds.transport.keys import create_key_pair
 
 REWARD = {"name": "probe_rewards:Brightness", "options": {"seconds": 0}}
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def keys(tmp_path):
     """Create key folders of the broker, an accepted worker, an unlisted one and one with a wrong broker key."""
-    here, good, unlisted, mistaken = (tmp_path / name for name in ("here", "good", "unlisted", "mistaken"))
-    create_key_pair(here, "hub")
-    create_key_pair(tmp_path / "other", "hub")
-    for folder, hub in ((good, here), (unlisted, here), (mistaken, tmp_path / "other")):
-        create_key_pair(folder, folder.name)
-        shutil.copy(hub / "public" / "hub.key", folder / "public")
-    for folder in (good, mistaken):
-        shutil.copy(folder / "public" / f"{folder.name}.key", here / "public")
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        create_key_pair(folder, "hub")
+    for name, hub, accepted_by in (("good", here, here), ("unlisted", here, None), ("mistaken", other, here)):
+        create_peer_keys(tmp_path / name, hub, accepted_by)
     return tmp_path
 
 

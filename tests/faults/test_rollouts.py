@@ -1,7 +1,6 @@
 """Rollout workers that are killed, stopped, join late or leave, and a killed trainer, with real processes."""
 
 import signal
-from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -10,12 +9,6 @@ from faults.rollout_processes import PATIENCE_S, has, start, train, until
 from multi_rank.same_runs import assert_same_runs
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def join(stack, folder, name):

@@ -4,15 +4,14 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
 
+from faults.processes import until
+from faults.small_runs import DEADLINE_S, run_training
 from multi_rank.resuming import ROOT, STEPS, records, settings, train_on_rank
 from wfm_ds.demos.digits_data import write_digits
-
-DEADLINE_S = 300.0
 
 
 @pytest.fixture
@@ -23,20 +22,6 @@ def run(tiny_pipelines, tmp_path):
     return settings("sft lora zero2", tmp_path / "out", **there)
 
 
-def command(recipe, overrides, limit=None):
-    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
-    return subprocess.run(
-        words,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        preexec_fn=limit,
-    )
-
-
 def train_while_another_start_finishes(recipe, overrides):
     """Start training, and let another process finish the run while this one loads its model."""
     from wfm_ds.training import diffusion_builder
@@ -44,8 +29,7 @@ def train_while_another_start_finishes(recipe, overrides):
     load, ended = diffusion_builder.load_model, []
 
     def load_slowly(*arguments):
-        words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
-        ended.append(subprocess.run(words, cwd=ROOT, capture_output=True, timeout=DEADLINE_S, check=False).returncode)
+        ended.append(run_training(recipe, overrides).returncode)
         return load(*arguments)
 
     diffusion_builder.load_model = load_slowly
@@ -65,12 +49,12 @@ def test_a_second_start_does_not_change_a_run_finished_in_the_meantime(one_rank,
 
 def test_a_full_disk_at_the_first_write_is_a_one_line_error(run, tmp_path):
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))
-    ended = command(**run, limit=full)
+    ended = run_training(**run, limit=full)
     assert ended.returncode == 2, ended.stderr
     [error] = [line for line in ended.stderr.splitlines() if not line.startswith(("[", " "))][-1:]
     assert error.startswith(f"error: run.output_dir {tmp_path / 'out'} cannot be written ([Errno 27]")
     assert "Traceback" not in ended.stderr
-    ended = command(**run)
+    ended = run_training(**run)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -82,7 +66,7 @@ def test_a_full_disk_after_the_first_step_is_a_one_line_error_and_the_run_resume
     )
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, started)
+        until(lambda: started.poll() is not None or (metrics.exists() and metrics.stat().st_size > 0), DEADLINE_S)
         # The limit applies to every file; the rank's log is almost as large as the metrics.
         largest = metrics.stat().st_size + 2000
         resource.prlimit(started.pid, resource.RLIMIT_FSIZE, (largest, largest))
@@ -95,13 +79,5 @@ def test_a_full_disk_after_the_first_step_is_a_one_line_error_and_the_run_resume
     assert "Traceback" not in said
     [done] = [json.loads((tmp_path / "out" / "result.json").read_text())]
     assert (done["status"], "metrics cannot be written" in done["message"]) == ("failed", True)
-    assert command(recipe, overrides).returncode == 0
+    assert run_training(recipe, overrides).returncode == 0
     assert sorted({line["step"] for line in records(tmp_path / "out")}) == list(range(41))
-
-
-def wait_for(there, process):
-    end = time.monotonic() + DEADLINE_S
-    while not there():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -1,7 +1,6 @@
 """A reward service or a trainer that is stopped (SIGSTOP) for longer than a deadline, and then resumed."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,37 +11,27 @@ import numpy as np
 import psutil
 import pytest
 
-from faults.processes import MIB, PATIENCE_S, go_on, modest, stop, until, wait
+from faults.processes import MIB, PATIENCE_S, go_on, modest, read_lines, stop, until, wait
 from reward_http import serving
+from reward_samples import media_batch
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.types import MediaBatch
 
-PROBES = Path(__file__).parent.parent / "reward"
 TRAINER = Path(__file__).parent / "trainer.py"
 BRIGHTNESS = "probe_rewards:Brightness"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def probes():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
-        patch.syspath_prepend(PROBES)
-        yield
+pytestmark = pytest.mark.usefixtures("probes")
 
 
 def scored(folder):
     """Return the ids of the samples in the order in which scoring started."""
-    path = folder / "journal"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [sample_id for line in lines for sample_id in line["ids"]]
+    return [sample_id for line in read_lines(folder / "journal") for sample_id in line["ids"]]
 
 
 def a_batch(count, prefix):
-    media = np.zeros((count, 8, 8, 3), np.uint8)
-    ids = [f"{prefix}{i}" for i in range(count)]
-    return MediaBatch(media=media, sample_ids=ids, prompts=[""] * count, metadata=[{}] * count)
+    return media_batch(np.zeros((count, 8, 8, 3), np.uint8), prefix=prefix)
 
 
 @contextmanager

@@ -1,18 +1,15 @@
 """Remote storage that fails during a run: the run continues, reports missing files, and the next start uploads them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import s3
-from multi_rank.resuming import ROOT, settings
+from faults.small_runs import run_training
+from multi_rank.resuming import settings
 from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.storage import transfer
-
-DEADLINE_S = 300.0
 
 
 @pytest.fixture
@@ -24,13 +21,6 @@ def proxy(monkeypatch):
         s3.use(one.url)
         yield one
         one.close()
-
-
-def command(recipe, overrides):
-    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
-    return subprocess.run(
-        words, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
 
 
 @pytest.mark.long
@@ -46,7 +36,7 @@ def test_a_run_survives_failing_storage_and_the_next_start_uploads_the_rest(prox
         changes=[*changes, "checkpoint.every=1", "run.steps=3", "logging.console=true"],
     )
     proxy.gone_at, proxy.pass_first = b"/checkpoints/", 1
-    ended = command(**run)
+    ended = run_training(**run)
     assert ended.returncode == 1, ended.stderr
     said = [line for line in ended.stderr.splitlines() if "is incomplete (" in line]
     assert len(said) == 1
@@ -62,7 +52,7 @@ def test_a_run_survives_failing_storage_and_the_next_start_uploads_the_rest(prox
     assert any(name.startswith("checkpoints/") for name in transfer.list_objects(address))  # an incomplete upload
 
     # A longer timeout, for a busy machine.
-    ended = command(run["recipe"], [*run["overrides"], "checkpoint.storage_timeout_s=60"])
+    ended = run_training(run["recipe"], [*run["overrides"], "checkpoint.storage_timeout_s=60"])
     assert ended.returncode == 0, ended.stderr
     assert json.loads((out / "result.json").read_text())["storage"]["missing"] == []
     assert transfer.read_text(f"{address}/result.json") == (out / "result.json").read_text()
@@ -81,7 +71,7 @@ def test_a_refused_write_to_the_storage_is_an_error_before_the_run(proxy, tiny_p
         digits=tmp_path / "digits",
         changes=["checkpoint.storage=s3://nobodys/run"],
     )
-    ended = command(**run)
+    ended = run_training(**run)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: s3://nobodys/run")
     assert "the bucket does not exist" in ended.stderr

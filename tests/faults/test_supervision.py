@@ -22,8 +22,7 @@ from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.types import MediaBatch
 
-TESTS = Path(__file__).parent.parent
-TINY = TESTS / "recipes" / "sd3_nft_async.yaml"
+TINY = Path(__file__).parent.parent / "recipes" / "sd3_nft_async.yaml"
 # A worker with one lane that returns an empty result for every task.
 WORKER = """
 import signal, sys
@@ -98,9 +97,7 @@ def test_a_starting_rollout_worker_exits_at_once(tmp_path, ask):
         process.wait()
 
 
-def test_a_reward_with_occasionally_dying_workers_is_not_down(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(TESTS / "reward")
+def test_a_reward_with_occasionally_dying_workers_is_not_down(tmp_path, probes):
     moody = {"name": "probe_rewards:Moody", "workers": 2, "max_batch": 1}
     recipe = RewardRecipe(functions=[moody | {"options": {"journal": str(tmp_path / "journal")}}])
     with RewardService(recipe, tmp_path) as rewards:

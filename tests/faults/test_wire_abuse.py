@@ -1,4 +1,4 @@
-"""Invalid messages and unauthorized peers at the ports of a real reward service, and a flood at the broker of rollouts.
+"""Invalid messages and unauthorized peers at the ports of a real reward service.
 
 The service drops them, allocates no memory for them, and serves other clients at the same time.
 """
@@ -6,8 +6,6 @@ The service drops them, allocates no memory for them, and serves other clients a
 import contextlib
 import itertools
 import json
-import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -26,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bad_frames import bombard
 from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
+from transport.peers import create_peer_keys
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
@@ -41,8 +40,8 @@ from wfm_ds.transport.wire import (
 )
 from wfm_ds.types import MediaBatch
 
-PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS = "probe_rewards:Brightness"
+CONFIG = {"http": {"bind": "127.0.0.1:0"}, "rewards": {BRIGHTNESS: {"max_batch": 1}}}
 # A client's part of the ZMTP 3.0 handshake with the NULL mechanism: greeting, then READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -51,17 +50,11 @@ ATTACH = encode_header("attach", 1, {"run": "abuse", "client": "unlisted", "epoc
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
+def service(tmp_path_factory, probes):
     """Start a service without keys. Yield its process and the JSON that it printed."""
-    folder = tmp_path_factory.mktemp("abuse")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
         patch.setenv("WFM_REWARD_TOKEN", TOKEN)
-        config = {
-            "http": {"bind": "127.0.0.1:0"},
-            "rewards": {BRIGHTNESS: {"max_batch": 1}},
-        }
-        with serving(folder, config) as served:
+        with serving(tmp_path_factory.mktemp("abuse"), CONFIG) as served:
             yield served
 
 
@@ -80,14 +73,16 @@ def connect(service):
     return connection
 
 
+def remote_recipe(service, **keys):
+    return RewardRecipe(functions=[{"name": BRIGHTNESS}], spawn=False, endpoint=service[1]["pipes"], **keys)
+
+
 class Bystander:
     """A client that scores images one after the other and checks each score. `rounds` counts the scored images."""
 
     def __init__(self, service, **recipe):
-        self.recipe = RewardRecipe(
-            functions=[{"name": BRIGHTNESS}], spawn=False, endpoint=service[1]["pipes"], timeout_s=PATIENCE_S, **recipe
-        )
-        self.client = RewardClient(self.recipe.endpoint, self.recipe, "run", "bystander")
+        recipe = remote_recipe(service, timeout_s=PATIENCE_S, **recipe)
+        self.client = RewardClient(recipe.endpoint, recipe, "run", "bystander")
         self.rounds, self.wrong, self.stopping = 0, [], threading.Event()
         self.thread = threading.Thread(target=self.score, daemon=True)
 
@@ -147,11 +142,16 @@ BAD_MESSAGES = {
 }
 
 
+@contextlib.contextmanager
+def dealer():
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.set(zmq.LINGER, 0)
+        yield peer
+
+
 def test_bad_messages_are_counted_and_dropped(service):
     rejected = metric(service, "wfm_pipes_rejected")
-    context = zmq.Context()
-    with closing(context.socket(zmq.DEALER)) as peer, Bystander(service), modest(service[0]):
-        peer.set(zmq.LINGER, 0)
+    with dealer() as peer, Bystander(service), modest(service[0]):
         peer.connect(address(service))
         peer.send(ATTACH)
         assert peer.poll(PATIENCE_S * 1000)
@@ -162,22 +162,18 @@ def test_bad_messages_are_counted_and_dropped(service):
             answer = decode_message(peer.recv_multipart(), BROKER_TO_CLIENT)
             assert answer.type == "reject", name
             assert says in answer.fields["why"], name
-    context.term()
     assert metric(service, "wfm_pipes_rejected") - rejected == len(BAD_MESSAGES)
     assert metric(service, "wfm_pipes_held_bytes") == 0
 
 
 def test_a_frame_that_is_too_large_costs_its_sender_the_connection(service):
-    context = zmq.Context()
-    with closing(context.socket(zmq.DEALER)) as peer, Bystander(service), modest(service[0]):
-        peer.set(zmq.LINGER, 0)
+    with dealer() as peer, Bystander(service), modest(service[0]):
         monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         peer.connect(address(service))
         peer.send_multipart([ATTACH, bytes(MAX_FRAME_BYTES + MAX_HEADER_BYTES + 1)])
         assert monitor.poll(PATIENCE_S * 1000)
         peer.disable_monitor()
         monitor.close()
-    context.term()
 
 
 @pytest.mark.parametrize("count", [400, 50_000])
@@ -316,46 +312,6 @@ def test_the_service_survives_a_flood_of_closing_connections(service):
         until(lambda: process.num_fds() <= before + 2)
 
 
-ROLLOUT_BROKER = """
-import sys
-from pathlib import Path
-from wfm_ds.recipe.file import load_recipe
-from wfm_ds.rollout.remote.service import RolloutService
-
-recipe = load_recipe(Path(sys.argv[1]), ["rollout.spawn=0", f"run.output_dir={sys.argv[2]}"])
-service = RolloutService(recipe, {}, "", 1)
-print(service.endpoint, flush=True)
-sys.stdin.readline()
-service.stop()
-"""
-
-
-@pytest.fixture
-def rollout_broker(tmp_path):
-    """Start the broker of a trainer's rollouts in a process. Yield the process and {pipes: its file of addresses}."""
-    recipe = PROBES.parent / "recipes" / "sd3_nft_async.yaml"
-    process = subprocess.Popen(
-        [sys.executable, "-c", ROLLOUT_BROKER, str(recipe), str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        yield process, {"pipes": process.stdout.readline().strip()}
-        process.kill()
-
-
-def test_the_broker_of_rollouts_survives_a_flood_of_closing_connections(rollout_broker):
-    process, _ = rollout_broker
-    with attached(rollout_broker):
-        before = psutil.Process(process.pid).num_fds()
-        flood(rollout_broker, 600)
-        until(lambda: psutil.Process(process.pid).num_fds() <= before + 2)
-    attached(rollout_broker).close()  # it still answers
-    process.communicate("stop\n", timeout=PATIENCE_S)
-    assert process.returncode == 0
-
-
 # Unauthorized peers
 
 
@@ -404,23 +360,15 @@ def test_a_peer_that_closes_survives_a_message_and_a_hangup_of_its_broker(tmp_pa
 
 
 @pytest.fixture
-def guarded(tmp_path, monkeypatch):
+def guarded(tmp_path, monkeypatch, probes):
     """Start a service with a token and keys. It accepts ann and bob but not eve, and bob has a wrong broker key."""
-    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     monkeypatch.setenv("WFM_REWARD_TOKEN", TOKEN)
-    for hub in ("hub", "other"):
-        create_key_pair(tmp_path / hub, "hub")
-    for name, hub in (("ann", "hub"), ("bob", "other"), ("eve", "hub")):
-        create_key_pair(tmp_path / name, name)
-        shutil.copy(tmp_path / hub / "public" / "hub.key", tmp_path / name / "public")
-    for name in ("ann", "bob"):
-        shutil.copy(tmp_path / name / "public" / f"{name}.key", tmp_path / "hub" / "public")
-    config = {
-        "pipes": {"clients": "tcp://127.0.0.1:0", "keys": "hub"},
-        "http": {"bind": "127.0.0.1:0"},
-        "rewards": {BRIGHTNESS: {"max_batch": 1}},
-    }
-    with serving(tmp_path, config) as served:
+    hub, other = tmp_path / "hub", tmp_path / "other"
+    for folder in (hub, other):
+        create_key_pair(folder, "hub")
+    for name, broker, accepted_by in (("ann", hub, hub), ("bob", other, hub), ("eve", hub, None)):
+        create_peer_keys(tmp_path / name, broker, accepted_by)
+    with serving(tmp_path, {**CONFIG, "pipes": {"clients": "tcp://127.0.0.1:0", "keys": "hub"}}) as served:
         yield served
 
 
@@ -439,13 +387,7 @@ def test_wrong_or_missing_keys_and_tokens_are_errors_and_nothing_is_delivered(gu
     with Bystander(guarded, keys=str(tmp_path / "ann")), modest(guarded[0]):
         for name, sentence in says.items():
             keys = None if name is None else str(tmp_path / name)
-            recipe = RewardRecipe(
-                functions=[{"name": BRIGHTNESS}],
-                spawn=False,
-                endpoint=guarded[1]["pipes"],
-                keys=keys,
-                start_timeout_s=1,
-            )
+            recipe = remote_recipe(guarded, keys=keys, start_timeout_s=1)
             until(lambda recipe=recipe, sentence=sentence: sentence in refusal(recipe))
         with connect(guarded) as connection, contextlib.suppress(ConnectionError):  # without our client code
             connection.sendall(GREETING + frame(READY, COMMAND) + frame(ATTACH))

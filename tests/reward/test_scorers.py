@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from transport.peers import RawPeer, a_client, submit, until
+from faults.processes import until
+from transport.peers import RawPeer, a_client, submit
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_reward import worker_pool

@@ -2,52 +2,33 @@
 
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from transport.peers import DEADLINE_S, a_client, a_hub
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.remote.worker import LOOK_S, WorkerLanes, parser
-from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.broker import TaskKind
 
 TINY = Path(__file__).parents[1] / "recipes"
-DEADLINE_S = 30.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-def a_hub(stack, folder, name, kinds):
-    hub = Broker(clients=f"ipc://{folder}/{name}", workers=f"ipc://{folder}/{name}-workers", kinds=kinds)
-    hub.start()
-    stack.callback(hub.stop, 0.0)
-    return hub
 
 
 @pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
 @pytest.mark.slow
 def test_a_worker_reconnects_only_to_a_trainer_with_the_same_identity(stack, model, stays):
-    folder = stack.enter_context(SocketFolder())
     recipe = recipe_file.load_recipe(TINY / "sd3_nft_async.yaml")
     scores = {f"score:{f.name}": TaskKind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}
-    rewards = a_hub(stack, folder, "rewards", scores).client_endpoint
+    rewards = a_hub(stack, name="rewards", kinds=scores).client_endpoint
 
     def a_trainer(pipeline):
         kinds = {TASK_KIND: TaskKind(60.0, {"identity": {"model": pipeline}, "rewards": rewards, "workers": workers})}
-        return a_hub(stack, folder, "trainer", kinds)
+        return a_hub(stack, kinds=kinds)
 
-    workers = f"ipc://{folder}/trainer-workers"
+    workers = f"ipc://{stack.folder}/w"
     first = a_trainer("sd3")
-    client = PipeClient(first.client_endpoint, run="workers", client="w")
-    stack.callback(client.close)
-    client.attach(DEADLINE_S)
+    client = a_client(stack, first, run="workers", name="w")
     args = parser().parse_args(["recipe.yaml", "--connect", first.client_endpoint, "--name", "w"])
     stop = threading.Event()
     lanes = WorkerLanes(recipe, None, client, None, client.kinds[TASK_KIND], args)

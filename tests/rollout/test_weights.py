@@ -1,6 +1,5 @@
 """Published weights on a worker's model: from a shared path or through a broker, and never partially."""
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from transport.peers import a_client, a_hub
 from wfm_ds.engine.policies import Adapters
 from wfm_ds.errors import UserError
 from wfm_ds.export.target import ExportTarget
@@ -17,9 +17,6 @@ from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.remote.publisher import PolicyManifest, find_writers, list_policy_files, publications_folder
 from wfm_ds.rollout.remote.weights import PolicyWeights
-from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.worker import TaskFailed
 
 RANK = 2
@@ -85,22 +82,16 @@ def output(model):
 
 
 @pytest.fixture
-def offered():
+def offered(stack):
     """`offered(manifest)`: return a client of a broker that serves the files of the manifest."""
-    with SocketFolder() as folder, contextlib.ExitStack() as stack:
-        hub = Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": TaskKind(9.0, {})})
-        hub.start()
-        stack.callback(lambda: hub.stop(0.0))
-        client = PipeClient(hub.client_endpoint, run="workers", client="w")
-        stack.callback(client.close)
-        client.attach(60)
+    hub = a_hub(stack)
+    client = a_client(stack, hub, run="workers")
 
-        def offer(*manifests):
-            files = {m.offer_name(f): Path(m.folder) / f.name for m in manifests for f in m.files}
-            hub.announce({}, files)
-            return client
+    def offer(*manifests):
+        hub.announce({}, {m.offer_name(f): Path(m.folder) / f.name for m in manifests for f in m.files})
+        return client
 
-        yield offer
+    return offer
 
 
 @pytest.mark.parametrize(

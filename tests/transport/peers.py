@@ -2,15 +2,19 @@
 
 import contextlib
 import itertools
+import shutil
 import threading
 import time
 
+import pytest
 import zmq
 
 from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.keys import create_key_pair
 from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
+from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import Dealer
 from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.worker import LeaseWorker
@@ -19,18 +23,20 @@ KIND = "work"
 DEADLINE_S = 20.0
 
 
-def until(condition):
-    deadline_s = time.monotonic() + DEADLINE_S
-    tick = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.02)
+@pytest.fixture
+def stack():
+    """Yield an ExitStack with a folder for sockets, in which no socket must remain."""
+    with SocketFolder() as folder, contextlib.ExitStack() as stack:
+        stack.folder = folder
+        yield stack
+        stack.close()
+        assert not list(folder.iterdir()), "sockets are removed"
 
 
-def a_hub(stack, folder=None, *, clients=None, workers=None, stall_s=60.0, **options):
-    """Start a broker with sockets in `folder` or at the given addresses."""
-    clients, workers = clients or f"ipc://{folder}/c", workers or f"ipc://{folder}/w"
-    hub = Broker(clients=clients, workers=workers, kinds={KIND: TaskKind(stall_s, {"x": 1})}, **options)
+def a_hub(stack, *, name="", clients=None, workers=None, kinds=None, stall_s=60.0, **options):
+    """Start a broker at the given addresses or with sockets NAMEc and NAMEw in the folder of the stack."""
+    clients, workers = (at or f"ipc://{stack.folder}/{name}{end}" for at, end in ((clients, "c"), (workers, "w")))
+    hub = Broker(clients=clients, workers=workers, kinds=kinds or {KIND: TaskKind(stall_s, {"x": 1})}, **options)
     hub.start()
     stack.callback(hub.stop, 0.0)
     return hub
@@ -76,6 +82,14 @@ def collect(client, count=1):
     return outcomes
 
 
+def create_peer_keys(folder, broker, accepted_by=None):
+    """Create the keys of a peer that knows the key of `broker`. The broker `accepted_by` knows the peer's key."""
+    create_key_pair(folder, folder.name)
+    shutil.copy(broker / "public" / "hub.key", folder / "public")
+    if accepted_by is not None:
+        shutil.copy(folder / "public" / f"{folder.name}.key", accepted_by / "public")
+
+
 class RawPeer:
     """A bare client or worker that can send messages which real clients and workers never send."""
 
@@ -108,12 +122,12 @@ class RawWorker(RawPeer):
 class RawHub:
     """Raw broker for clients or workers."""
 
-    def __init__(self, stack, folder):
-        context, self.route, self.endpoint = zmq.Context(), b"", f"ipc://{folder}/raw"
+    def __init__(self, stack):
+        context, self.route, self.endpoint = zmq.Context(), b"", f"ipc://{stack.folder}/raw"
         self.socket = context.socket(zmq.ROUTER)
         set_timeouts(self.socket)
         self.socket.bind(self.endpoint)
-        stack.callback((folder / "raw").unlink)
+        stack.callback((stack.folder / "raw").unlink)
         stack.callback(context.destroy, linger=0)
 
     def hear(self, message_type):

@@ -5,12 +5,12 @@ import stat
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 from bad_frames import bombard
+from faults.processes import until
 from transport.peers import (
     DEADLINE_S,
     KIND,
@@ -22,28 +22,13 @@ from transport.peers import (
     a_worker,
     collect,
     submit,
-    until,
 )
 from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import MessagePort, PipeError, check_endpoint
 from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.worker import TaskFailed
-
-
-@pytest.fixture
-def folder():
-    with SocketFolder() as path:
-        yield path
-        assert not list(path.iterdir()), "sockets are removed"
-
-
-@pytest.fixture
-def stack(folder):  # closed before the folder is checked
-    with ExitStack() as stack:
-        yield stack
 
 
 def double(task, progress):
@@ -57,8 +42,8 @@ def submit_each(client, numbers, prefix="t"):
     client.submit([{"i": i} for i in range(len(numbers))], tensors, tasks)
 
 
-def test_every_task_is_done_once_with_its_rows(stack, folder):
-    hub = a_hub(stack, folder)
+def test_every_task_is_done_once_with_its_rows(stack):
+    hub = a_hub(stack)
     for i in range(2):
         a_worker(stack, hub, double, f"w{i}")
     client = a_client(stack, hub)
@@ -75,20 +60,7 @@ def test_every_task_is_done_once_with_its_rows(stack, folder):
         assert outcome.meta == {"doubled": [15 * 2 * i for i in rows], "rows": rows}
 
 
-def test_a_result_sent_twice_counts_once(stack, folder):
-    hub = a_hub(stack, folder)
-    raw = RawWorker(stack, hub)
-    client = a_client(stack, hub)
-    submit_each(client, [1, 2])
-    for _ in range(2):
-        task = raw.hear("task")
-        raw.finish(task, {"n": 1})
-        raw.finish(task, {"n": 2})
-    assert [o.meta for o in collect(client, 2).values()] == [{"n": 1}, {"n": 1}]
-    assert client.take_outcomes(0.3) == []
-
-
-def test_exceptions_and_results_that_no_message_can_carry_are_failures_of_their_tasks(stack, folder):
+def test_exceptions_and_results_that_no_message_can_carry_are_failures_of_their_tasks(stack):
     attempts, results = [], {"a": {}, "large": {"a": "x" * 40000}, "odd": {"a": object()}, "no map": 3}
 
     def handle(task, progress):
@@ -99,7 +71,7 @@ def test_exceptions_and_results_that_no_message_can_carry_are_failures_of_their_
             raise TaskFailed("never", fatal=True)
         return results[task.id]
 
-    hub = a_hub(stack, folder)
+    hub = a_hub(stack)
     a_worker(stack, hub, handle)
     client = a_client(stack, hub)
     for task_id in (*results, "raises", "fatal"):
@@ -116,8 +88,8 @@ def test_exceptions_and_results_that_no_message_can_carry_are_failures_of_their_
     assert [attempt for task_id, attempt in attempts if task_id == "raises"] == [1, 2, 3]
 
 
-def test_a_stalled_task_moves_and_its_late_result_is_ignored(stack, folder):
-    hub = a_hub(stack, folder, stall_s=0.4)
+def test_a_stalled_task_moves_and_its_late_result_is_ignored(stack):
+    hub = a_hub(stack, stall_s=0.4)
     raw = RawWorker(stack, hub)
     client = a_client(stack, hub)
     submit_each(client, [5])
@@ -130,7 +102,7 @@ def test_a_stalled_task_moves_and_its_late_result_is_ignored(stack, folder):
     assert client.take_outcomes(0.3) == []
 
 
-def test_slow_work_that_reports_progress_is_left_alone(stack, folder):
+def test_slow_work_that_reports_progress_is_left_alone(stack):
     attempts, pause = [], threading.Event()
 
     def handle(task, progress):
@@ -140,7 +112,7 @@ def test_slow_work_that_reports_progress_is_left_alone(stack, folder):
             progress(done, 8)
         return {}
 
-    hub = a_hub(stack, folder, stall_s=1.5)
+    hub = a_hub(stack, stall_s=1.5)
     a_worker(stack, hub, handle)
     client = a_client(stack, hub)
     submit(client, "t")
@@ -148,8 +120,8 @@ def test_slow_work_that_reports_progress_is_left_alone(stack, folder):
     assert attempts == [1]
 
 
-def test_tasks_of_a_lost_worker_are_done_by_another(stack, folder):
-    hub = a_hub(stack, folder)
+def test_tasks_of_a_lost_worker_are_done_by_another(stack):
+    hub = a_hub(stack)
     raw = RawWorker(stack, hub)
     client = a_client(stack, hub)
     submit_each(client, [5])
@@ -161,8 +133,8 @@ def test_tasks_of_a_lost_worker_are_done_by_another(stack, folder):
     raw.hear("who")  # it must introduce itself if it is still alive
 
 
-def test_a_vanished_worker_is_detected_when_it_is_sent_a_task(stack, folder):
-    hub = a_hub(stack, folder)
+def test_a_vanished_worker_is_detected_when_it_is_sent_a_task(stack):
+    hub = a_hub(stack)
     raw = RawWorker(stack, hub, name="a")  # the first to get a task
     raw.dealer.close()
     client = a_client(stack, hub)
@@ -173,8 +145,8 @@ def test_a_vanished_worker_is_detected_when_it_is_sent_a_task(stack, folder):
     assert time.monotonic() - started < 10
 
 
-def test_messages_lost_with_a_connection_are_sent_again(stack, folder):
-    hub = a_hub(stack, folder)
+def test_messages_lost_with_a_connection_are_sent_again(stack):
+    hub = a_hub(stack)
     raw = RawWorker(stack, hub)
     task = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": DEADLINE_S}
     for life in range(2):  # the connection is new, the client is the same: equal epochs
@@ -193,8 +165,8 @@ def test_messages_lost_with_a_connection_are_sent_again(stack, folder):
         client.dealer.close()
 
 
-def test_a_repeated_completion_is_one_outcome_and_an_invalid_one_is_none(stack, folder):
-    hub = RawHub(stack, folder)
+def test_a_repeated_completion_is_one_outcome_and_an_invalid_one_is_none(stack):
+    hub = RawHub(stack)
     client = PipeClient(hub.endpoint, run="run", client="ann")
     stack.callback(client.close)
     submit(client, "t")
@@ -210,7 +182,7 @@ def test_a_repeated_completion_is_one_outcome_and_an_invalid_one_is_none(stack, 
     assert client.take_outcomes(0.3) == []
 
 
-def test_a_new_broker_gets_all_unfinished_tasks_again(stack, folder):
+def test_a_new_broker_gets_all_unfinished_tasks_again(stack):
     done, gate = [], threading.Event()
 
     def handle(task, progress):
@@ -219,14 +191,14 @@ def test_a_new_broker_gets_all_unfinished_tasks_again(stack, folder):
         done.append(task.id)
         return {"i": task.rows[0]["i"]}
 
-    first = a_hub(stack, folder)
+    first = a_hub(stack)
     a_worker(stack, first, handle)
     client = a_client(stack, first)
     submit_each(client, range(8))
     early = collect(client, 3)
     first.stop(0.0)
     submit_each(client, range(4), prefix="later")
-    second = a_hub(stack, folder)
+    second = a_hub(stack)
     gate.set()
     rest = collect(client, 9)
     assert not early.keys() & rest.keys()
@@ -237,8 +209,8 @@ def test_a_new_broker_gets_all_unfinished_tasks_again(stack, folder):
     assert client.silence_s < 3
 
 
-def test_tasks_above_the_limit_wait_or_are_refused(stack, folder):
-    hub = a_hub(stack, folder, max_bytes=40)
+def test_tasks_above_the_limit_wait_or_are_refused(stack):
+    hub = a_hub(stack, max_bytes=40)
     a_worker(stack, hub, double)
     client = a_client(stack, hub)
     submit_each(client, range(6))  # 90 bytes: the client offers the rest later
@@ -259,8 +231,8 @@ def test_tasks_above_the_limit_wait_or_are_refused(stack, folder):
         submit(client, "t", [fits_once])
 
 
-def test_a_cancelled_task_has_no_outcome(stack, folder):
-    hub = a_hub(stack, folder)
+def test_a_cancelled_task_has_no_outcome(stack):
+    hub = a_hub(stack)
     raw = RawWorker(stack, hub)
     client = a_client(stack, hub)
     submit_each(client, [1, 2])
@@ -272,8 +244,8 @@ def test_a_cancelled_task_has_no_outcome(stack, folder):
     assert list(collect(client)) == ["t/1"]
 
 
-def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
-    hub = a_hub(stack, folder)
+def test_a_newer_client_of_the_same_name_replaces_the_older(stack):
+    hub = a_hub(stack)
     older = a_client(stack, hub)
     submit_each(older, [1])
     newer = a_client(stack, hub)
@@ -292,8 +264,8 @@ def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_random_messages_of_workers_are_answered_or_rejected(stack, folder, count):
-    hub = a_hub(stack, folder)
+def test_random_messages_of_workers_are_answered_or_rejected(stack, count):
+    hub = a_hub(stack)
     a_worker(stack, hub, double)
     client = a_client(stack, hub)
     told, invalid = bombard(hub.worker_endpoint, count, seed=count, workers=True)
@@ -304,8 +276,8 @@ def test_random_messages_of_workers_are_answered_or_rejected(stack, folder, coun
     assert hub.error is None
 
 
-def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, folder, caplog):
-    hub = a_hub(stack, folder)
+def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, caplog):
+    hub = a_hub(stack)
     worker = RawWorker(stack, hub)
     for i in range(50):
         worker.say("failed", id=f"nothing {i}", attempt=1, reason="no", detail="x" * 1000, fatal=False)
@@ -343,22 +315,22 @@ def test_endpoints_are_ipc_unless_there_are_keys():
             check_endpoint(endpoint, keys=True)
 
 
-def test_a_path_is_bound_once_and_a_stale_one_is_reused(stack, folder):
-    a_hub(stack, folder)
+def test_a_path_is_bound_once_and_a_stale_one_is_reused(stack):
+    a_hub(stack)
     with pytest.raises(PipeError, match="another process already does"):
-        Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w2", kinds={})
+        Broker(clients=f"ipc://{stack.folder}/c", workers=f"ipc://{stack.folder}/w2", kinds={})
     with pytest.raises(PipeError, match=r"cannot listen at .*no-such"):
-        Broker(clients=f"ipc://{folder}/no-such/c", workers=f"ipc://{folder}/w2", kinds={})
+        Broker(clients=f"ipc://{stack.folder}/no-such/c", workers=f"ipc://{stack.folder}/w2", kinds={})
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(f"{folder}/s")  # closing leaves the socket file, like a killed process
-    hub = Broker(clients=f"ipc://{folder}/s", workers=f"ipc://{folder}/s2", kinds={})
+        stale.bind(f"{stack.folder}/s")  # closing leaves the socket file, like a killed process
+    hub = Broker(clients=f"ipc://{stack.folder}/s", workers=f"ipc://{stack.folder}/s2", kinds={})
     hub.start()
     hub.stop(0.0)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(stack.folder.stat().st_mode) == 0o700
 
 
-def test_a_stopping_broker_waits_until_its_client_has_all_results(stack, folder):
-    hub = a_hub(stack, folder)
+def test_a_stopping_broker_waits_until_its_client_has_all_results(stack):
+    hub = a_hub(stack)
     a_worker(stack, hub, lambda task, progress: {})
     client = RawPeer(stack, hub.client_endpoint)
     client.say("attach", run="run", client="raw", epoch=1)
@@ -374,8 +346,8 @@ def test_a_stopping_broker_waits_until_its_client_has_all_results(stack, folder)
     until(lambda: not stopping.is_alive())
 
 
-def test_a_stopping_broker_answers_or_cancels_every_request(stack, folder, monkeypatch):
-    hub = a_hub(stack, folder)
+def test_a_stopping_broker_answers_or_cancels_every_request(stack, monkeypatch):
+    hub = a_hub(stack)
     assert hub.request_status().result(DEADLINE_S).counts == {}
     asked = []
     close = MessagePort.close

@@ -8,19 +8,18 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import zmq
 
 from each_case import check_each
+from faults.processes import until
 from transport import peers
-from transport.peers import DEADLINE_S, collect, submit, until
+from transport.peers import DEADLINE_S, collect, create_peer_keys, submit
 from wfm_ds.cli.main import main
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.keys import KeyFileError, create_key_pair, load_broker_keys, load_client_keys
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import PipeError
 
 
@@ -29,28 +28,13 @@ def folders(tmp_path):
     """Return the key folders of a broker and a client that know each other's keys."""
     hub, ann = tmp_path / "hub", tmp_path / "ann"
     create_key_pair(hub, "hub")
-    create_key_pair(ann, "ann")
-    exchange(hub, ann, "ann")
+    create_peer_keys(ann, hub, accepted_by=hub)
     return hub, ann
-
-
-def exchange(hub, client, name):
-    shutil.copy(hub / "public" / "hub.key", client / "public")
-    shutil.copy(client / "public" / f"{name}.key", hub / "public")
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def a_hub(stack, folder, clients="tcp://127.0.0.1:0"):
     """Start a broker that requires keys from clients, and a local worker without keys."""
-    sockets = stack.enter_context(SocketFolder())
-    hub = peers.a_hub(
-        stack, clients=clients or f"ipc://{sockets}/c", workers=f"ipc://{sockets}/w", keys=load_broker_keys(folder)
-    )
+    hub = peers.a_hub(stack, clients=clients, keys=load_broker_keys(folder))
     a_worker(stack, hub, None)
     return hub
 
@@ -79,13 +63,6 @@ def a_sum(client):
 # Broker and clients
 
 
-def test_a_client_with_its_key_is_served(stack, folders):
-    hub = a_hub(stack, folders[0])
-    client = a_client(stack, hub, load_client_keys(folders[1]))
-    client.attach(DEADLINE_S)
-    assert a_sum(client) == [30_000_000]
-
-
 def test_the_process_of_the_broker_needs_no_key(stack, folders):
     hub = a_hub(stack, folders[0])
     a_client(stack, hub, load_broker_keys(folders[0]).local_client_keys).attach(DEADLINE_S)
@@ -108,8 +85,7 @@ def test_ipv6_addresses_are_supported(stack, folders):
 @pytest.mark.slow
 def test_a_refusal_ends_the_wait(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
-    create_key_pair(tmp_path / "bob", "bob")
-    shutil.copy(folders[0] / "public" / "hub.key", tmp_path / "bob" / "public")
+    create_peer_keys(tmp_path / "bob", folders[0])
     pipes = tmp_path / "pipes.json"
     pipes.write_text('{"clients": "tcp://10.0.0.1:5"}')
     elsewhere = PipeClient(str(pipes), run="run", client="ann")
@@ -135,8 +111,7 @@ def says(client, words):
 def test_an_unknown_key_is_an_error_until_the_broker_has_it(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     bob = tmp_path / "bob"
-    create_key_pair(bob, "bob")
-    shutil.copy(folders[0] / "public" / "hub.key", bob / "public")
+    create_peer_keys(bob, folders[0])
     client = a_client(stack, hub, load_client_keys(bob))
     says(client, r"the broker does not accept key bob: copy public/bob\.key to its key folder")
     shutil.copy(bob / "public" / "bob.key", folders[0] / "public")
@@ -161,7 +136,7 @@ def test_a_wrong_or_missing_broker_key_is_an_error_and_nothing_is_delivered(stac
     shutil.copy(tmp_path / "other" / "public" / "hub.key", folders[1] / "public")
     says(a_client(stack, hub, load_client_keys(folders[1])), r"public/hub\.key is not the broker's key")
     says(a_client(stack, hub, None), "the broker requires keys, or this is another service")
-    exchange(*folders, "ann")
+    shutil.copy(folders[0] / "public" / "hub.key", folders[1] / "public")
     good = a_client(stack, hub, load_client_keys(folders[1]))
     good.attach(DEADLINE_S)
     assert hub.rejected.total() == 0, "not a message of the others arrived"
@@ -171,12 +146,9 @@ def test_a_wrong_or_missing_broker_key_is_an_error_and_nothing_is_delivered(stac
 def test_only_workers_with_an_accepted_key_get_tasks(stack, folders, tmp_path, caplog):
     hub_folder, ann = folders
     hub = a_hub_for_machines(stack, hub_folder)
-    for name in ("eve", "bob"):
-        create_key_pair(tmp_path / name, name)
     create_key_pair(tmp_path / "other", "hub")
-    shutil.copy(hub_folder / "public" / "hub.key", tmp_path / "eve" / "public")
-    shutil.copy(tmp_path / "bob" / "public" / "bob.key", hub_folder / "public")
-    shutil.copy(tmp_path / "other" / "public" / "hub.key", tmp_path / "bob" / "public")
+    create_peer_keys(tmp_path / "eve", hub_folder)
+    create_peer_keys(tmp_path / "bob", tmp_path / "other", accepted_by=hub_folder)
     a_worker(stack, hub, load_client_keys(tmp_path / "eve"), "unlisted")
     a_worker(stack, hub, load_client_keys(tmp_path / "bob"), "of another hub")
     client = a_client(stack, hub, load_client_keys(hub_folder))
@@ -196,8 +168,7 @@ def test_a_name_belongs_to_the_first_key_that_uses_it(stack, folders, tmp_path, 
     """An accepted machine cannot take another machine's tasks or speak for another client."""
     hub_folder, ann = folders
     hub = a_hub_for_machines(stack, hub_folder)
-    create_key_pair(tmp_path / "eve", "eve")
-    exchange(hub_folder, tmp_path / "eve", "eve")
+    create_peer_keys(tmp_path / "eve", hub_folder, accepted_by=hub_folder)
     client = a_client(stack, hub, load_client_keys(hub_folder))
     client.attach(DEADLINE_S)
     a_worker(stack, hub, load_client_keys(ann), "w")
@@ -213,7 +184,7 @@ def test_a_name_belongs_to_the_first_key_that_uses_it(stack, folders, tmp_path, 
 
 
 def test_a_broker_without_keys_is_an_error_for_a_client_with_keys(stack, folders):
-    hub = peers.a_hub(stack, stack.enter_context(SocketFolder()))
+    hub = peers.a_hub(stack)
     says(a_client(stack, hub, load_client_keys(folders[1])), "or it has none")
 
 

@@ -118,29 +118,6 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     assert leased(ledger) == [("w9", "good", 1)]
 
 
-def test_workers_that_leave_do_not_count_as_attempts():
-    ledger = a_ledger()
-    ledger.submit(a_task("t"))
-    for life in range(5 * MAX_ATTEMPTS):
-        up(ledger, f"w{life}")
-        assert leased(ledger) == [(f"w{life}", "t", life + 1)]
-        assert ledger.remove_departed_worker(f"w{life}") == ["t"]
-    for death in range(MAX_ATTEMPTS):
-        assert finished(ledger) == []
-        up(ledger, f"x{death}")
-        assert [grant[1] for grant in leased(ledger)] == ["t"]
-        ledger.remove_lost_worker(f"x{death}", "killed")
-    assert finished(ledger) == [("t", False, "killed (3 attempts)")]
-
-
-def test_tasks_that_were_never_sent_wait_again_without_an_attempt():
-    ledger = holding("a", "b", "c")
-    ledger.requeue_unsent("w0", ["a", "unknown"])
-    assert ledger.remove_lost_worker("w0", "killed") == ["b", "c"]
-    up(ledger, "w1", credit=3)
-    assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
-
-
 def test_a_second_attempt_prefers_another_worker():
     ledger = a_ledger()
     up(ledger, "w0")

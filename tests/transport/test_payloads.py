@@ -1,27 +1,17 @@
 """Results with tensors, announced files and notes, and silent workers, over real sockets."""
 
 import threading
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
-from transport.peers import DEADLINE_S, a_client, a_hub, a_worker, collect, submit, until
+from faults.processes import until
+from transport.peers import DEADLINE_S, a_client, a_hub, a_worker, collect, submit
 from wfm_ds.transport.broker_clients import BrokerClients
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import PipeError
 from wfm_ds.transport.spool import NotInSpool, Spool
 from wfm_ds.transport.wire import MAX_FRAME_BYTES
 from wfm_ds.transport.worker import TaskResult
-
-
-@pytest.fixture
-def stack():
-    with SocketFolder() as folder, ExitStack() as stack:
-        stack.folder = folder
-        yield stack
-        stack.close()
-        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def ramp(task, progress):
@@ -35,7 +25,7 @@ def outcome(client):
 
 
 def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     ann, bob, eve = (a_client(stack, hub, name=n, run=r) for n, r in (("ann", "run"), ("bob", "run"), ("ann", "other")))
     a_worker(stack, hub, ramp)
     size = MAX_FRAME_BYTES // 4 + 7  # two frames
@@ -52,7 +42,7 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
 
 
 def test_another_run_cannot_release_a_result(stack):
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="other")
     a_worker(stack, hub, ramp)
     submit(ann, "a", [{"size": 5}])
@@ -68,7 +58,7 @@ def test_another_run_cannot_release_a_result(stack):
 
 
 def test_an_announcement_is_sent_with_later_tasks_and_its_files_are_served(stack, tmp_path):
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="workers", name="w")
     content = np.random.default_rng(0).integers(0, 256, MAX_FRAME_BYTES + 11).astype(np.uint8)
     (tmp_path / "weights").write_bytes(content.tobytes())
@@ -97,7 +87,7 @@ def test_a_lost_release_is_repeated(stack, monkeypatch):
     answer = BrokerClients._handle_message
     monkeypatch.setattr(BrokerClients, "_handle_message", deaf_once)
     monkeypatch.setattr("wfm_ds.transport.client.RELEASE_RETRY_S", 0.1)
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     submit(client, "a", [{"size": 5}])
@@ -129,7 +119,7 @@ def test_each_payload_has_the_full_timeout(stack, monkeypatch):
 
     answer = BrokerClients._handle_message
     monkeypatch.setattr(BrokerClients, "_handle_message", slowly)
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for name in "abc":

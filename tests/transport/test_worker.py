@@ -2,20 +2,11 @@
 
 import sys
 import threading
-from contextlib import ExitStack
 
 import pytest
 
 from transport.peers import DEADLINE_S, RawHub, a_client, a_hub, a_worker, collect, submit
 from wfm_ds.transport.ledger import MAX_ATTEMPTS
-from wfm_ds.transport.socket_folders import SocketFolder
-
-
-@pytest.fixture
-def stack():
-    with SocketFolder() as folder, ExitStack() as stack:
-        stack.folder = folder
-        yield stack
 
 
 class Steps:
@@ -48,7 +39,7 @@ class LeasingHub(RawHub):
 
 @pytest.fixture
 def hub(stack):
-    return LeasingHub(stack, stack.folder)
+    return LeasingHub(stack)
 
 
 @pytest.fixture
@@ -97,7 +88,7 @@ def test_a_worker_returns_a_lease_without_its_task(hub, steps):
 
 
 def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack):
-    hub = a_hub(stack, stack.folder, stall_s=600.0)
+    hub = a_hub(stack, stall_s=600.0)
     client = a_client(stack, hub)
     submit(client, "t")
     released = threading.Event()
@@ -120,7 +111,7 @@ def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack):
 
 
 def test_a_task_that_ends_its_workers_fails_without_a_supervisor(stack):
-    hub = a_hub(stack, stack.folder, stall_s=600.0)
+    hub = a_hub(stack, stall_s=600.0)
     client = a_client(stack, hub)
     submit(client, "t")
     for _ in range(MAX_ATTEMPTS):
@@ -133,7 +124,7 @@ def test_a_task_that_ends_its_workers_fails_without_a_supervisor(stack):
 
 
 def test_a_task_that_does_not_fit_a_message_together_with_the_note_fails_alone(stack):
-    hub = a_hub(stack, stack.folder)
+    hub = a_hub(stack)
     client = a_client(stack, hub)
     hub.announce({"files": "x" * 40000}, {})
     submit(client, "t")

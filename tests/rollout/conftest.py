@@ -1,0 +1,5 @@
+"""Fixtures of the rollout tests."""
+
+from transport.peers import stack
+
+__all__ = ["stack"]
