@@ -18,10 +18,7 @@ WAIT_S = 60
 RENDEZVOUS = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
 # The third of four ranks, on the second of two nodes.
 RANK_2 = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-TORCHRUN = {
-    **{**RANK_2, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "none"},
-    **RENDEZVOUS,
-}
+TORCHRUN = {**{**RANK_2, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, **RENDEZVOUS}
 DEEPSPEED = {**RANK_2, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2", **RENDEZVOUS}
 SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 BATCH = {**SALLOC, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -32,7 +29,7 @@ SRUN = {
     **{"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"},
 }
 NODE_TASK = SRUN | {  # srun --ntasks-per-node=1, to start a launcher on each node
-    **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_GTIDS": "1"},
+    **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_GTIDS": "1"}
 }
 OPEN_MPI = {
     **{"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},

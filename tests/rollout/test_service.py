@@ -21,12 +21,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.remote import async_source, service
 from wfm_ds.rollout.remote.identity import compute_identity, require_same_identity
-from wfm_ds.rollout.remote.service import (
-    RolloutService,
-    broker_endpoints,
-    choose_worker_devices,
-    chunk_stall_s,
-)
+from wfm_ds.rollout.remote.service import RolloutService, broker_endpoints, choose_worker_devices, chunk_stall_s
 from wfm_ds.rollout.reward_service import RewardService, service_environment
 from wfm_ds.training.preflight import check_workers
 from wfm_ds.transport.keys import KeyFileError, create_key_pair
@@ -111,10 +106,7 @@ def test_a_service_that_cannot_be_announced_leaves_no_broker(started, tmp_path):
 @check_each(
     ("overrides", "message"),
     [
-        (
-            [],
-            "needs on-policy samples unless the rollout policy is fixed: set rollout.max_staleness: 0",
-        ),
+        ([], "needs on-policy samples unless the rollout policy is fixed: set rollout.max_staleness: 0"),
         (
             ["rollout.max_staleness=0", "data.buckets=auto"],
             "async generates samples of a single size: remove data.buckets",

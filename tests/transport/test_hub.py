@@ -11,18 +11,7 @@ import pytest
 
 from bad_frames import bombard
 from faults.processes import until
-from transport.peers import (
-    DEADLINE_S,
-    KIND,
-    RawHub,
-    RawPeer,
-    RawWorker,
-    a_client,
-    a_hub,
-    a_worker,
-    collect,
-    submit,
-)
+from transport.peers import DEADLINE_S, KIND, RawHub, RawPeer, RawWorker, a_client, a_hub, a_worker, collect, submit
 from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.client import PipeClient

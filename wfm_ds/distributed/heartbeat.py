@@ -65,9 +65,6 @@ class JsonConnection:
         is_invalid = len(self._unread) > MAX_LINE_BYTES or not all(isinstance(message, dict) for message in messages)
         return None if is_invalid or not chunk else messages
 
-    def close(self) -> None:
-        self.sock.close()
-
 
 class RankRegistry:
     """Thread of rank 0 that receives the heartbeats of all ranks, finds the fault and sends it to all ranks."""
@@ -102,7 +99,7 @@ class RankRegistry:
                     self._send_to_all(fault=[list(fault.ranks), fault.text, fault.stuck])
                     if not fault.stuck:  # the blamed ranks no longer run
                         for rank in set(fault.ranks) & self._connections.keys():
-                            self._connections.pop(rank).close()
+                            self._connections.pop(rank).sock.close()
                     break
                 if now_s - last_sent_s >= BEAT_INTERVAL_S:
                     self._send_to_all(alive=True)
@@ -114,7 +111,7 @@ class RankRegistry:
             while self._connections and time.monotonic() < until_s:
                 self._receive_messages(CHECK_INTERVAL_S)
         for line in (*self._connections.values(), *self._unauthenticated):
-            line.close()
+            line.sock.close()
 
     def _send_to_all(self, **message: Any) -> None:
         for _, line in sorted(self._connections.items(), reverse=True):  # rank 0 last: this process then exits
@@ -135,20 +132,21 @@ class RankRegistry:
 
     def _admit_rank(self, line: JsonConnection) -> None:
         self._unauthenticated.remove(line)
-        first = line.receive()
-        rank = verify_rank(first, self.token, self._states.size)
-        if rank is None or first is None:
-            line.close()
+        hello, *messages = line.receive() or [{}]
+        rank = hello.get("rank")
+        has_token = hmac.compare_digest(str(hello.get("token")), self.token)
+        if not has_token or type(rank) is not int or not 0 <= rank < self._states.size:
+            line.sock.close()
             return
         self._connections[rank] = line
-        self._states.add_rank(rank, str(first[0].get("where")), time.monotonic())
-        self._handle_messages(rank, first[1:])
+        self._states.add_rank(rank, str(hello.get("where")), time.monotonic())
+        self._handle_messages(rank, messages)
 
     def _read_rank(self, rank: int, line: JsonConnection) -> None:
         messages = line.receive()
         if messages is None:
             self._states.record_disconnect(rank, "its connection closed", time.monotonic())
-            self._connections.pop(rank).close()
+            self._connections.pop(rank).sock.close()
         else:
             self._handle_messages(rank, messages)
 
@@ -182,14 +180,6 @@ def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.
     for number in by_number:
         poll.register(number, select.POLLIN)
     return {by_number[number] for number, _ in poll.poll(1000 * timeout_s)}
-
-
-def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
-    """Return the rank in the first message, or None if the message lacks the token or the rank is invalid."""
-    if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
-        return None
-    rank = messages[0].get("rank")
-    return rank if type(rank) is int and 0 <= rank < size else None
 
 
 class Heartbeat:
@@ -234,7 +224,7 @@ class Heartbeat:
         self._connection.send(bye=True)
         self._waker.send(b".")
         self._thread.join(timeout=EXIT_TIMEOUT_S)
-        self._connection.close()
+        self._connection.sock.close()
         if self.registry is not None:
             self.registry.stop()
 
@@ -269,7 +259,7 @@ class Heartbeat:
                 return
             if any("bye" in message for message in messages):  # rank 0 has finished
                 self._run_ended.set()
-                self._connection.close()
+                self._connection.sock.close()
                 return
             for message in messages:
                 if "fault" in message:
@@ -293,7 +283,7 @@ class Heartbeat:
         last_resort.start()
         self._fault = fault
         self._run_ended.set()
-        self._connection.close()
+        self._connection.sock.close()
         if fault.stuck and self.rank in fault.ranks:
             faulthandler.dump_traceback(2, all_threads=True)  # show where this rank hangs
         if not self._main_waits.is_set():

@@ -84,7 +84,7 @@ class CaptionedGroups:
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Ignore the rewards, and delete the reader states of finished steps."""
+        """Delete the reader states of finished steps."""
         self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
 
     def data_metrics(self) -> dict[str, float]:

@@ -81,6 +81,7 @@ class GroupSource(Protocol):
 
         Call this once per step, in the order of the steps, before the policy after this step is published.
         """
+        return
 
     def data_metrics(self) -> dict[str, float]:
         return {}
@@ -91,6 +92,7 @@ class GroupSource(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
+        return
 
 
 class RefillableGroups(GroupSource, Protocol):

@@ -232,9 +232,8 @@ class RewardClient:
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
     """Yield the scores in a reply. Raises KeyError, TypeError or ValueError if the reply is malformed."""
-    rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)
-    for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):
+    for sample_id, (value, failure, parts) in zip(task.sample_ids, outcome.meta["scores"], strict=True):
         yield Score(sample_id=sample_id, reward=task.reward, value=value, failure=failure, seconds=seconds, parts=parts)
 
 

@@ -96,12 +96,7 @@ class Broker:
         self.client_endpoint, self.worker_endpoint = client_port.endpoint, worker_port.endpoint
         self._spool = Spool()
         self._workers = BrokerWorkers(
-            worker_port,
-            self._ledger,
-            self._spool,
-            broker_id=self.id,
-            on_stall=on_stall,
-            timeout_s=worker_timeout_s,
+            worker_port, self._ledger, self._spool, broker_id=self.id, on_stall=on_stall, timeout_s=worker_timeout_s
         )
         self._clients = BrokerClients(
             client_port,

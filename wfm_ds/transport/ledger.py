@@ -72,7 +72,7 @@ class Ledger:
         self._workers: dict[str, LeaseHolder] = {}
         self._owners: dict[str, Submitter] = {}
         self._disabled_kinds: dict[str, str] = {}
-        self._order = 0
+        self._orders = itertools.count(1)
 
     # Submitters
 
@@ -94,14 +94,11 @@ class Ledger:
         is_full = len(self._waiting[task.kind]) >= limit or len(self._deadlines) >= self.max_waiting
         if is_full or self.held_bytes + task.num_bytes > self.max_bytes:
             raise TaskRejected("full")
-        self._order += 1
-        self._entries[task.id] = TaskEntry(task, self._order)
+        entry = self._entries[task.id] = TaskEntry(task, next(self._orders))
         owner.task_ids[task.id] = None
         self.held_bytes += task.num_bytes
         self.counts["submitted"] += 1
-        self._enqueue_task(self._entries[task.id])
-        if task.kind in self._disabled_kinds:
-            self._finish_task(self._entries[task.id], TaskState.QUARANTINED, reason=self._disabled_kinds[task.kind])
+        self._enqueue_task(entry)
         return True
 
     def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
@@ -270,6 +267,8 @@ class Ledger:
         entry.state, entry.worker = TaskState.WAITING, None
         self._waiting[entry.task.kind].put(entry.task.id, entry.order)
         self._deadlines.put(entry.task.id, entry.task.deadline_s)
+        if entry.task.kind in self._disabled_kinds:
+            self._finish_task(entry, TaskState.QUARANTINED, reason=self._disabled_kinds[entry.task.kind])
 
     def _end_attempt(self, entry: TaskEntry, reason: str, fatal: bool) -> None:
         entry.reasons.append(reason)
@@ -282,10 +281,8 @@ class Ledger:
             self._requeue_task(entry)
 
     def _requeue_task(self, entry: TaskEntry) -> None:
-        self._enqueue_task(entry)
         self.counts["requeued"] += 1
-        if entry.task.kind in self._disabled_kinds:
-            self._finish_task(entry, TaskState.QUARANTINED, reason=self._disabled_kinds[entry.task.kind])
+        self._enqueue_task(entry)
 
     def _finish_task(
         self,

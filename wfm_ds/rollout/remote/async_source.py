@@ -164,7 +164,7 @@ class AsyncSource:
 
     def _fetch_chunks(
         self, chunks: Sequence[ChunkPlan], samples: Sequence[RolloutSample], step: int
-    ) -> dict[str, _ChunkTensors]:
+    ) -> Mapping[str, _ChunkTensors]:
         """Return {task id: tensors}, without abandoned chunks. Raises ValueError if a chunk does not match the plan."""
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         by_task = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}

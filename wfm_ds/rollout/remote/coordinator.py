@@ -99,7 +99,9 @@ class Coordinator:
         oldest = max(chunk.step - 1 - self.max_staleness, self.first_publication)
         if not oldest <= publication <= self.last_publication:
             self.num_dropped_stale += chunk.stop - chunk.first
-            return self._retry_chunk(chunk, task_id)
+            del self._chunk_by_task[task_id]
+            self._retries[chunk] = self._retries.get(chunk, 0) + 1
+            return self._create_task(chunk)
         self._close_chunk(ClosedChunk(chunk, task_id, publication))
         return None
 
@@ -139,11 +141,6 @@ class Coordinator:
         self._steps[chunk.step].waiting[chunk] = task_id
         self._chunk_by_task[task_id] = chunk
         return task_id
-
-    def _retry_chunk(self, chunk: GroupChunk, task_id: str) -> str:
-        del self._chunk_by_task[task_id]
-        self._retries[chunk] = self._retries.get(chunk, 0) + 1
-        return self._create_task(chunk)
 
     def _close_chunk(self, closed: ClosedChunk) -> None:
         del self._chunk_by_task[closed.task_id]

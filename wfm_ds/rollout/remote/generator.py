@@ -140,12 +140,7 @@ class ChunkGenerator:
         completed.wait()
         images, is_finite = decoding.wait()
         return GeneratedChunk(
-            publication=publication,
-            group=group,
-            trajectory=trajectory,
-            images=images,
-            is_finite=is_finite,
-            sound=sound,
+            publication=publication, group=group, trajectory=trajectory, images=images, is_finite=is_finite, sound=sound
         )
 
     def _forward_with_progress(self, purpose: str, *arguments: Any) -> Tensor:

@@ -37,9 +37,9 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     plain["run.seed"] = recipe.run.seed
     plain["classes of your own"] = hash_user_classes(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]
-    return {name: _hash_json(value) for name, value in plain.items()} | {
-        "pipeline": fingerprint_folders(model.path, parts)[:16]
-    }
+    packed = {name: json.dumps(value, sort_keys=True).encode() for name, value in plain.items()}
+    digests = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in packed.items()}
+    return {**digests, "pipeline": fingerprint_folders(model.path, parts)[:16]}
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
@@ -61,7 +61,3 @@ def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) ->
             f"this worker's {', '.join(different)} differ from the trainer's: start it with recipe.yaml from the "
             "run's output folder and with the same pipeline"
         )
-
-
-def _hash_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -76,8 +76,15 @@ class PolicyPublisher:
         """Export and announce the policy. All ranks must call this, and raise UserError if files cannot be written."""
         folder = self.root / f"v{publication:06d}"
         files = self._write_adapter(folder) if self.job.engine.uses_lora else self._write_full_weights(folder)
-        if self.broker is not None:
-            self._announce_files(folder, publication, files)
+        if self.broker is None:
+            return
+        newest = PolicyManifest(self.session_id, publication, str(folder.absolute()), files)
+        self.retained.append(newest)
+        expired, self.retained = self.retained[: -self.num_retained], self.retained[-self.num_retained :]
+        offers = {m.offer_name(f): Path(m.folder) / f.name for m in self.retained for f in m.files}
+        self.broker.announce(newest.to_json(), offers)
+        for manifest in expired:
+            shutil.rmtree(manifest.folder, ignore_errors=True)
 
     def _write_adapter(self, folder: Path) -> tuple[PolicyFile, ...]:
         """Write the LoRA. Return its files on rank 0."""
@@ -114,16 +121,6 @@ class PolicyPublisher:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return tuple(PolicyFile(*file) for files in by_rank for file in files)
-
-    def _announce_files(self, folder: Path, publication: int, files: tuple[PolicyFile, ...]) -> None:
-        assert self.broker is not None
-        newest = PolicyManifest(self.session_id, publication, str(folder.absolute()), files)
-        self.retained.append(newest)
-        expired, self.retained = self.retained[: -self.num_retained], self.retained[-self.num_retained :]
-        offers = {m.offer_name(f): Path(m.folder) / f.name for m in self.retained for f in m.files}
-        self.broker.announce(newest.to_json(), offers)
-        for manifest in expired:
-            shutil.rmtree(manifest.folder, ignore_errors=True)
 
 
 def publications_folder(recipe: Recipe) -> Path:

@@ -159,15 +159,12 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
     """Load the keys in `folder`, else in rollout.keys, if set. Raises KeyFileError if they are unusable."""
-    trainer_folder = recipe.rl.rollout.keys
-    if folder is not None:
-        return load_client_keys(folder)
-    if trainer_folder is not None and not trainer_folder.exists():
+    if folder is None and (folder := recipe.rl.rollout.keys) is not None and not folder.exists():
         raise KeyFileError(
-            f"the trainer requires keys but {trainer_folder} (rollout.keys) does not exist here: pass --keys DIR with "
-            "this worker's keys"
+            f"the trainer requires keys but {folder} (rollout.keys) does not exist here: pass --keys DIR with this "
+            "worker's keys"
         )
-    return None if trainer_folder is None else load_client_keys(trainer_folder)
+    return None if folder is None else load_client_keys(folder)
 
 
 def build_generator(
@@ -219,8 +216,7 @@ def build_generator(
     if recipe.engine.fused_norms:
         fuse_norms(model.denoiser)
     if recipe.engine.compile:
-        compares = recipe.rl.algorithm.compares_log_probs
-        compile_blocks(model.denoiser, model.block_classes, same_sums=compares)
+        compile_blocks(model.denoiser, model.block_classes, same_sums=recipe.rl.algorithm.compares_log_probs)
     on_chunk_start = None
     if recipe.rl.rollout.cuda_graph:
         network: Any = ReplayingNetwork(model.denoiser)
@@ -355,11 +351,5 @@ class WorkerLanes:
         arrays = [*arrays, *pack_history(group)]
         scores = rewards.wait() | failures
         packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
-        meta = {
-            "life": manifest.session_id,
-            "publication": generated.publication,
-            "clip": group.clip,
-            "layout": layout,
-            "scores": packed,
-        }
-        return TaskResult(meta, arrays)
+        meta = {"life": manifest.session_id, "publication": generated.publication, "clip": group.clip}
+        return TaskResult({**meta, "layout": layout, "scores": packed}, arrays)
