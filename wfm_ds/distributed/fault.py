@@ -87,10 +87,7 @@ class RankStates:
         self.first_end_s = now_s if self.first_end_s is None else self.first_end_s
 
     def find_fault(self, now_s: float) -> Fault | None:
-        """Return the fault that ends the run, or None if there is none.
-
-        After the first failure, returns None for at least SETTLE_S seconds, so that the other ranks can report too.
-        """
+        """Return the fault that ends the run, if any, SETTLE_S seconds after it, so that other ranks can report."""
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:

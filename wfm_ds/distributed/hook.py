@@ -52,10 +52,7 @@ def is_wfm_command(argv: Sequence[str]) -> bool:
 
 
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """Parse DeepSpeed's command line like argparse.
-
-    Returns ({full option name: (index, value)}, index of the script or module name, or None if there is none).
-    """
+    """Parse DeepSpeed's command line. Returns ({full option name: (index, value)}, index of the script or None)."""
     options: dict[str, tuple[int, str]] = {}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):

@@ -153,10 +153,7 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 
 
 def fail_rank(message: str) -> NoReturn:
-    """Exit because of a user error, e.g. in the recipe. Call this before the process group exists.
-
-    Only the first rank of each node and ranks with contradictory launcher variables print the message.
-    """
+    """Exit because of a user error before the process group exists. The first rank of each node prints it."""
     try:
         launched = find_launched_rank(os.environ)
     except UserError:

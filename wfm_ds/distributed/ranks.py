@@ -30,10 +30,7 @@ RANK_VARIABLES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
-    """Position of this process among the ranks of a run, and the address at which the ranks meet.
-
-    The ranks of a node are consecutive.
-    """
+    """Position of this process among the ranks, consecutive on each node, and the address at which they meet."""
 
     rank: int
     size: int

@@ -98,10 +98,7 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
     def with_replicas(self, sp_size: int) -> World:
-        """Return a copy of this World in which each replica has `sp_size` consecutive ranks. All ranks must call this.
-
-        Raises UserError if the number of ranks is not a multiple of sp_size.
-        """
+        """Return this World with replicas of `sp_size` ranks, else raise UserError. All ranks must call this."""
         if sp_size == 1:
             return replace(self, replica=None)
         timeout = datetime.timedelta(seconds=self.timeout_s)

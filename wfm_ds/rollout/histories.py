@@ -80,10 +80,7 @@ class HistoryLayout:
 def extend_for_history(
     layout: HistoryLayout | None, buckets: Buckets, inputs: InputReader | None, actions: ActionData | None
 ) -> tuple[Buckets, InputReader | None]:
-    """Return buckets and an input reader that cover all frames of a group. If `layout` is None, return both unchanged.
-
-    Raises RecipeError if the trajectories of rollout.trajectory_library are too short.
-    """
+    """Return buckets and inputs for all frames of a group. Raises RecipeError if the actions do not suffice."""
     if layout is None:
         return buckets, inputs
     layout.check_library(actions)
@@ -243,11 +240,7 @@ def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
 def history_metrics(
     samples: Sequence[RolloutSample], scores: Sequence[Mapping[str, Score]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return `rollout/history_broken` and, for each of the rewards `names`, `reward/<name>/after_<k>`.
-
-    `rollout/history_broken` is the number of groups with a non-finite history. `reward/<name>/after_<k>` is the mean
-    score of the samples that continue k clips.
-    """
+    """Return the number of broken histories and, for the rewards `names`, the mean score of samples after k clips."""
     groups = {sample.group_id: sample.group for sample in samples}.values()
     broken = sum(group.clip < len(group.history_seeds) for group in groups)
     values: dict[str, list[float]] = {}

@@ -152,17 +152,11 @@ class PipeClient:
             self._commands.put(lambda: self._cancel_tasks(task_ids))
 
     def fetch_results(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
-        """Return {task id: result} for tasks of any client of this run.
-
-        Raises PipeError if a result is missing, or if no result arrives for `timeout_s` seconds.
-        """
+        """Return {task id: result} of this run. Raises PipeError if one is missing or none comes for `timeout_s`."""
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
-        """Yield the content of a file that the broker offers (`Broker.announce`), as uint8 arrays.
-
-        num_bytes: size of the file. Raises PipeError if an array does not arrive within `timeout_s` seconds.
-        """
+        """Yield an announced file as uint8 arrays. Raises PipeError if an array takes longer than `timeout_s`."""
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"
             request = PayloadRequest("read", {"file": name, "offset": offset})

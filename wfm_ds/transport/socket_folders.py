@@ -25,10 +25,7 @@ class SocketFolder:
     """A new folder at `path` with mode 0700. It is locked until `remove` is called or this process ends."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """Create a folder in `base` or, if `base` is None, in a suitable parent folder. Removes orphaned folders first.
-
-        Raises UserError if there is no suitable parent folder.
-        """
+        """Create a folder in `base` (None: a suitable place). Removes orphans first. Raises UserError for no place."""
         base = base or _find_base_folder()
         remove_orphaned_folders(base)
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))

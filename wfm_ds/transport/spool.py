@@ -51,10 +51,7 @@ class Spool:
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """Read a part of an announced file, starting at byte `offset`, as a uint8 tensor of at most one message frame.
-
-        Raises NotInSpool if the file is not announced or cannot be read.
-        """
+        """Read a frame of an announced file, from byte `offset`, as a uint8 tensor. Raises NotInSpool if it fails."""
         path = self._files.get(name)
         if path is None:
             raise NotInSpool(f"the broker has no file {name}")

@@ -138,10 +138,7 @@ class PayloadRequests:
         return self._open.pop(key, None) is not None
 
     def send(self, now_s: float, send: SendMessage) -> None:
-        """Send the requests that were not sent yet. While requests are open, send a marker every MARKER_INTERVAL_S.
-
-        send: function (type, fields) that sends a message, and returns False if it could not.
-        """
+        """Send new requests and, while some are open, a marker every MARKER_INTERVAL_S. send: False if it fails."""
         for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
             if request.marker is None and send(request.type, request.fields):
                 request.marker = self._next_marker

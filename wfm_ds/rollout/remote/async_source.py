@@ -114,10 +114,7 @@ class AsyncSource:
         return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Download this replica's samples of a step, after `wait_until_ready` returned True. All ranks must call this.
-
-        Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
-        """
+        """Download this replica's samples of a ready step. All ranks must call this. Raises RunError on all ranks."""
         job = self.job
         samples = plan_samples(job.recipe, self._groups.pop(step), step)
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)

@@ -32,10 +32,7 @@ class PolicyFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyManifest:
-    """Files of one published version of the rollout policy, identified by (session_id, publication).
-
-    A session is one process of the run, from start or resume to exit.
-    """
+    """Files of one published policy. A session is one process of the run, from start or resume to exit."""
 
     session_id: str
     publication: int  # number of the RL step that produced the weights; 0 for the weights before the first step

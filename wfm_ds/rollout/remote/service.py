@@ -38,10 +38,7 @@ MAX_DEATHS = 5
 
 
 class RolloutService:
-    """Runs the broker in a thread of this process, and starts `rollout.spawn` worker processes.
-
-    Writes the broker's addresses to `rollout/pipes.json`, for workers that are started elsewhere.
-    """
+    """Runs the broker in a thread, and `rollout.spawn` workers. Writes rollout/pipes.json for workers elsewhere."""
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
         """Start the broker and the workers. If one of them cannot be started, stop the others.
@@ -183,10 +180,9 @@ class WorkerDevice:
 
 
 def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[WorkerDevice]:
-    """Return the devices for workers. Worker k uses device k modulo the number of devices.
+    """Return the devices; worker k uses device k modulo their number. num_ranks: training ranks on this machine.
 
-    num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist, or if
-    rollout.devices is required but not set.
+    Raises RecipeError if a GPU does not exist, or if rollout.devices is required but not set.
     """
     if rollout.spawn and rollout.devices is None and uses_cuda():
         raise RecipeError(

@@ -303,10 +303,7 @@ class WorkerLanes:
         return 0
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
-        """Generate the samples of a task and return them with their scores.
-
-        Raises TaskFailed if the task is malformed, its weights cannot be loaded, or the device is out of memory.
-        """
+        """Generate and score a task's samples. Raises TaskFailed for a malformed task, missing weights or memory."""
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.memory.advice import OutOfMemory, explain_out_of_memory, suggest_keys_after_oom
         from wfm_ds.rollout.remote.packing import ChunkTask, pack_history, pack_trajectory
