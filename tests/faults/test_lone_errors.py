@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from faults.processes import until
+from faults.small_runs import ROOT, end
 from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, RankRegistry
@@ -17,7 +17,6 @@ from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.runs.shutdown import RunShutdown
 
-ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
 
 
@@ -66,22 +65,14 @@ def running(tiny_pipelines, tmp_path):
         command = [sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "2", "-m", "wfm_ds.train", *recipe]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     yield process
-    process.terminate()  # the launcher ends its ranks immediately
-    try:
-        process.wait(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    end([process])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_one_rank_cannot_read_ends_the_run_with_its_error(running, tmp_path, rank):
-    log, until_s = tmp_path / "log", time.monotonic() + WAIT_S
-    while not any((tmp_path / "out" / "checkpoints").glob("step_*")):
-        assert running.poll() is None, log.read_text()
-        assert time.monotonic() < until_s, log.read_text()
-        time.sleep(0.2)
+    log, checkpoints = tmp_path / "log", tmp_path / "out" / "checkpoints"
+    until(lambda: running.poll() is not None or any(checkpoints.glob("step_*")), WAIT_S)
     image = sorted((tmp_path / "held").glob("*.png"))[rank]
     damaged = image.with_suffix(".part")
     damaged.write_bytes(image.read_bytes()[:40])
