@@ -20,7 +20,7 @@ SOURCES = {
     for path in sorted(folder.rglob("*.py"))
 }
 LAYERS = (
-    ("errors", "types", "seeds", "chunks", "pinned_memory", "wfm_kernels"),
+    ("errors", "types", "seeds", "chunks", "tensor_memory", "wfm_kernels"),
     ("program", "user_class", "storage"),
     ("recipe", "transport", "ulysses"),
     ("distributed", "sampling", "wfm_reward"),

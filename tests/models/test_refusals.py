@@ -83,6 +83,12 @@ def test_unsupported_pipelines_and_settings_are_one_line_errors(
     assert_refused(folder, family, options, says)
 
 
+def test_null_means_false(tiny_pipelines, tmp_path):
+    folder = copy_pipeline(tiny_pipelines("qwen_image"), tmp_path / "pipeline")
+    change_json(folder / "transformer" / "config.json", guidance_embeds=None)
+    load_tiny(folder, "qwen_image")
+
+
 @check_each(("family", "index", "sizes", "says"), WAN_NETWORKS)
 def test_other_wan_networks_are_refused(tiny_pipelines, tmp_path, family, index, sizes, says):
     folder = copy_pipeline(tiny_pipelines(family), tmp_path / "pipeline", **index)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Array, Rewards, compute_advantages
-from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.algorithms import RlSettings, RolloutSettings
 from wfm_ds.sampling.latents import StreamWeights, free_frame_mask
 from wfm_ds.sampling.plan import apply_shift, plan_without_window
 from wfm_ds.seeds import draw_permutation, draw_uniform
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import DEFAULT_ADAPTER, ConditioningFrames, Prompt
 
 if TYPE_CHECKING:

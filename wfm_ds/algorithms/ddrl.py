@@ -15,12 +15,12 @@ from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, 
 from wfm_ds.algorithms.ddrl_losses import data_loss, draw_data_sigma, log_ratio, reference_kl
 from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
 from wfm_ds.errors import RecipeError
-from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import DdrlAlgorithm
 from wfm_ds.sampling.denoise import step_noise_seeds
 from wfm_ds.sampling.edm import Churn, EdmPlan, make_edm_plan
 from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
 from wfm_ds.seeds import derive_seed
+from wfm_ds.tensor_memory import copy_to_device, lists_to_device
 from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:

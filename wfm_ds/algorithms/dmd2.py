@@ -21,12 +21,12 @@ from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, 
 from wfm_ds.algorithms.ddrl_losses import broadcast_over_latents
 from wfm_ds.algorithms.diffusion_nft import nft_loss, reward_weights
 from wfm_ds.algorithms.forward_process import ForwardBatch
-from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FAKE_SCORE, DistillationSettings, Dmd2Algorithm
 from wfm_ds.sampling.denoise import transition_log_prob
 from wfm_ds.sampling.latents import add_noise, sample_mean
 from wfm_ds.sampling.plan import apply_shift, invert_shift, rollout_plan
 from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.tensor_memory import copy_to_device, lists_to_device
 from wfm_ds.types import DEFAULT_ADAPTER
 
 if TYPE_CHECKING:

@@ -32,12 +32,12 @@ from wfm_ds.algorithms.policy_ratio import (
     step_divergence,
 )
 from wfm_ds.errors import RecipeError
-from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, count_of_fraction
 from wfm_ds.sampling.denoise import transition_log_prob, transition_mean
 from wfm_ds.sampling.latents import sample_mean
 from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps, plan_without_window, rollout_plan
 from wfm_ds.seeds import derive_seed
+from wfm_ds.tensor_memory import copy_to_device, lists_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties

@@ -23,11 +23,11 @@ from wfm_ds.algorithms.base import (
     draw_stratified_sigmas,
     split_over_updates,
 )
-from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import ForwardProcessSettings
 from wfm_ds.sampling.latents import add_noise, require_latents, sample_mean
 from wfm_ds.sampling.plan import rollout_plan
 from wfm_ds.seeds import derive_seed
+from wfm_ds.tensor_memory import lists_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties

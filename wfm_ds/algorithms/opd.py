@@ -20,11 +20,11 @@ from wfm_ds.algorithms.base import (
     split_over_updates,
 )
 from wfm_ds.algorithms.flow_grpo import kl_scale
-from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import DistillationSettings, OpdAlgorithm
 from wfm_ds.sampling.latents import sample_mean
 from wfm_ds.sampling.plan import rollout_plan
 from wfm_ds.seeds import derive_seed
+from wfm_ds.tensor_memory import lists_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties

@@ -38,10 +38,10 @@ from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
 from wfm_ds.engine.shards import Flats, ShardedCopy, adapter_state_name, persistent_buffers
 from wfm_ds.engine.step_checks import GradientWatch, PartLookup, RankGuard, single_part
 from wfm_ds.errors import GatherError, describe_error
-from wfm_ds.pinned_memory import copy_to_host
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import OptimizerRecipe
+from wfm_ds.tensor_memory import copy_to_host
 from wfm_ds.types import DEFAULT_ADAPTER
 from wfm_ds.ulysses.install import install_ulysses
 

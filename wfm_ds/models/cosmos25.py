@@ -26,7 +26,7 @@ from wfm_ds.models.cosmos25_action_network import ACTIONS_PER_LATENT
 from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, map_layers
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import Conditioning
 
 ACTIONS = "actions"

@@ -23,8 +23,8 @@ from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guidance import NEGATIVE_PASS, GuidancePass, choose_rows, format_blocks, parse_blocks
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS
-from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import Conditioning, SoundClip
 
 VIDEO, AUDIO = "video", "audio"  # the streams, in the order of the latents

@@ -26,7 +26,7 @@ from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.sana import InstructedModel
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiples
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import Conditioning
 
 POSES_KEY, INTRINSICS_KEY = "c2w", "intrinsics"

@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.tensor_lru import TensorLru
 from wfm_ds.models.vae import PixelCodec
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import TensorLru, copy_to_device
 from wfm_ds.types import SOURCES, Conditioning
 
 SourceSize: TypeAlias = Literal["target", "stock"] | tuple[int, int]

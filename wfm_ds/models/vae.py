@@ -18,7 +18,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from wfm_ds.models.assets.weight_files import fingerprint_folders
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import SoundClip
 
 MAX_PIXELS_PER_BATCH = 2**20

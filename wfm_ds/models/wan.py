@@ -27,7 +27,7 @@ from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.lora_layer_names import ATTENTION_LAYERS, LoraLayerName, map_layers
 from wfm_ds.models.source_images import MAX_CACHE_BYTES, ImageCache
 from wfm_ds.models.vae import count_latent_frames, count_patches, require_multiple
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import FIRST_FRAME, Conditioning
 
 EXPERT_NAMES = ("transformer", "transformer_2")  # high noise first

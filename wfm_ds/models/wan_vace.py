@@ -20,7 +20,7 @@ from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.lora_layer_names import map_layers
 from wfm_ds.models.vae import encode_normalized
 from wfm_ds.models.wan import LORA_NAMES, Wan, map_block_layers
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import CONTROL, CONTROL_MASK, Conditioning
 
 

@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.sampling.latents import LATENT_NDIMS, StreamWeights, free_frame_mask, sample_mean
 from wfm_ds.seeds import derive_seed
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import ConditioningFrames
 from wfm_kernels import sde_log_prob, sde_step
 

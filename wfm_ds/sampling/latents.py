@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import ConditioningFrames
 from wfm_kernels import flow_noise
 

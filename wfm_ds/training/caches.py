@@ -46,10 +46,10 @@ from wfm_ds.models.assets.text_cache import (
 )
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.sampler import negative_texts
-from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
+from wfm_ds.tensor_memory import copy_to_device
 from wfm_ds.types import Prompt, SoundClip
 
 if TYPE_CHECKING:

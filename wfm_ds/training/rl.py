@@ -17,7 +17,6 @@ from wfm_ds.algorithms.advantages import Advantages, Rewards, combine_scores, re
 from wfm_ds.algorithms.base import LossTerm, Stats
 from wfm_ds.errors import RunError
 from wfm_ds.monitoring.run_data import ALARM_PREFIX
-from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION
 from wfm_ds.rollout.groups import RolloutSource, StepRollouts, group_rewards
 from wfm_ds.rollout.histories import history_metrics
@@ -25,6 +24,7 @@ from wfm_ds.rollout.rewards import summarize_failures
 from wfm_ds.rollout.spread import measure_spread
 from wfm_ds.runs.job import Job
 from wfm_ds.seeds import draw_permutation
+from wfm_ds.tensor_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import StepReport, TrainingLoop

@@ -30,10 +30,10 @@ from wfm_ds.data.samples import Sample
 from wfm_ds.models.assets.text_cache import PromptText, Text, format_prompts, prompt_text
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
-from wfm_ds.pinned_memory import free_memory, lists_to_device
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.latents import StreamWeights, add_noise, draw_cpu_normal, noisy_latents
 from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.tensor_memory import free_memory, lists_to_device
 from wfm_ds.training.caches import load_clean_latents
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText, TextWithImages
-from wfm_ds.models.tensor_lru import TensorLru, TensorRow, num_bytes
-from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.storage.tensor_store import TensorStore, canonical_json
+from wfm_ds.tensor_memory import TensorLru, TensorRow, copy_to_device, num_bytes
 from wfm_ds.types import Prompt
 
 

@@ -1,7 +1,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device, offload_tensor
+from wfm_ds.tensor_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device, offload_tensor
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Asynchronous copies between CPU and GPU through pinned memory.
+"""Asynchronous copies between CPU and GPU through pinned memory, and stores of tensors with a limited size.
 
 A copy from pinned memory does not wait until the GPU has finished all queued work. The caller may release the source
 tensor at once.
@@ -6,10 +6,15 @@ tensor at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+TensorRow: TypeAlias = dict[str, Tensor]
+"""The conditioning of one text, image or video: {name: tensor [1, ...]}."""
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -63,3 +68,34 @@ class OffloadBuffer:
             return offload_tensor(tensor)
         self._free -= tensor.nbytes
         return tensor
+
+
+class TensorLru:
+    """A cache of tensors. It evicts the least recently used ones when it exceeds `max_bytes` bytes.
+
+    The most recently used entry is kept even if it alone is too large.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._rows: OrderedDict[Hashable, TensorRow] = OrderedDict()
+
+    def get(self, key: Hashable) -> TensorRow | None:
+        if key in self._rows:
+            self._rows.move_to_end(key)
+        return self._rows.get(key)
+
+    def put(self, rows: Mapping[Hashable, TensorRow]) -> None:
+        for key, row in rows.items():
+            self._bytes += num_bytes(row)
+            self._rows[key] = row
+        while self._bytes > self._max_bytes and len(self._rows) > 1:
+            _, oldest = self._rows.popitem(last=False)
+            self._bytes -= num_bytes(oldest)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows
+
+
+def num_bytes(row: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in row.values())
