@@ -11,10 +11,10 @@ from reward_http import started_client
 from reward_samples import checksum
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout import rewards
 from wfm_ds.rollout.rewards import RewardClient, submit_finite_samples
 from wfm_ds.transport.arrays import append_sound, pack_arrays, unpack_arrays
 from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.types import MediaBatch, Prompt
 from wfm_reward.worker import _read_rows
@@ -65,13 +65,13 @@ def test_images_reach_the_reward_unchanged_and_in_the_size_of_the_sample(kind, t
 
 def test_images_are_sent_only_if_a_reward_sees_them(tmp_path, monkeypatch):
     prompts, sent = [Prompt(id="0", text="", inputs={"source": draw_images(1, H, W)})], []
-    submit_rows = rewards.submit_rows
+    submit_rows = PipeClient.submit_rows
 
-    def record_rows(submit, rows, media, *rest):
+    def record_rows(client, rows, media, *rest):
         sent.append((rows[0].get("images"), media[0].shape))
-        return submit_rows(submit, rows, media, *rest)
+        return submit_rows(client, rows, media, *rest)
 
-    monkeypatch.setattr(rewards, "submit_rows", record_rows)
+    monkeypatch.setattr(PipeClient, "submit_rows", record_rows)
     for functions in ([OTHER], [OTHER, PROBE]):
         with started_client(tmp_path, *({"name": name} for name in functions)) as client:
             submit_finite_samples(client, draw_images(0, 1, H, W), [True], ["s"], prompts, None)

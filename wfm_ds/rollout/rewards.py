@@ -26,7 +26,6 @@ from wfm_ds.transport.arrays import append_sound, pack_arrays
 from wfm_ds.transport.client import PipeClient, TaskOutcome
 from wfm_ds.transport.keys import KeyFileError, load_client_keys
 from wfm_ds.transport.sockets import PipeError
-from wfm_ds.transport.submissions import submit_rows
 from wfm_ds.types import FIRST_FRAME, IMAGE_INPUTS, MEDIA_INPUTS, MediaBatch, Prompt, Score
 
 if TYPE_CHECKING:
@@ -132,9 +131,7 @@ class RewardClient:
         deadline_s: float,
     ) -> None:
         max_rows = {f"score:{name}": self._max_batch[name] for name in names}
-        for piece in submit_rows(
-            self._pipe.submit, rows, media, max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
-        ):
+        for piece in self._pipe.submit_rows(rows, media, max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S):
             sample_ids = tuple(row["id"] for row in rows[piece.start : piece.stop])
             ticket = _RewardTask(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
             if piece.failure is not None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
@@ -50,6 +50,7 @@ SINCE_INTERVAL_S = 2.0  # between `since` messages, which also keep the session 
 RELEASE_RETRY_S = 2.0  # a `release` is repeated until the broker confirms it
 IDS_PER_MESSAGE = 100
 MAX_MESSAGE_ID = 2**63 - 1
+MAX_SUBMISSION_BYTES = 64 * 2**20  # tensor bytes per message of `submit_rows`; a larger row gets its own message
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,43 @@ class PipeClient:
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = Submission(rows, first_row, specs, frames, by_id, set(by_id))
-        wire.encode_header("submit", MAX_MESSAGE_ID, submission.open_fields(self.now_s()), specs)  # checks its size
+        wire.encode_header("submit", MAX_MESSAGE_ID, _submit_fields(submission, self.now_s()), specs)  # checks its size
         self._commands.put(lambda: self._submissions.add(submission))
+
+    def submit_rows(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tensors: Sequence[Array],
+        max_rows: Mapping[str, int],
+        new_id: Callable[[str], str],
+        deadline_s: float,
+    ) -> list[TaskRequest]:
+        """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
+
+        tensors: one per row. Do not modify the tensors until the tasks have ended.
+        new_id: function that returns a new task id for a kind.
+
+        If a row is too large for a message, only the tasks with this row fail. Their field `failure` gives the reason.
+        """
+        tasks: list[TaskRequest] = []
+        parts = _split_into_messages([tensor.nbytes for tensor in tensors])
+        while parts:
+            start, stop = parts.pop(0)
+            part = [
+                TaskRequest(new_id(kind), kind, at, min(at + limit, stop), deadline_s)
+                for kind, limit in max_rows.items()
+                for at in range(start, stop, limit)
+            ]
+            try:
+                self.submit(rows[start:stop], [("media", tensor) for tensor in tensors[start:stop]], part, start)
+            except WireError as error:
+                if stop - start > 1:  # the header is too large
+                    half = (start + stop) // 2
+                    parts[:0] = [(start, half), (half, stop)]
+                    continue
+                part = [replace(task, failure=f"cannot be sent: {error}") for task in part]
+            tasks += part
+        return tasks
 
     def take_outcomes(self, timeout_s: float) -> list[TaskOutcome]:
         """Return the outcomes since the last call. Waits up to timeout_s for the first one."""
@@ -252,7 +288,7 @@ class PipeClient:
 
     def _send_pending(self, now_s: float) -> None:
         for submission in self._submissions.due_submissions(now_s):
-            if not self._send("submit", submission.open_fields(now_s), submission.specs, submission.frames):
+            if not self._send("submit", _submit_fields(submission, now_s), submission.specs, submission.frames):
                 return
             submission.retry_at_s = now_s + RESUBMIT_INTERVAL_S
         self._resend_releases(now_s)  # before the requests: a released result cannot be fetched
@@ -342,3 +378,24 @@ class PipeClient:
             return True
         self._session = ""  # a full queue can mean that the broker was replaced: attach again
         return False
+
+
+def _submit_fields(submission: Submission, now_s: float) -> dict[str, Any]:
+    """Return the fields of a `submit` message with the tasks that the broker has not accepted yet."""
+    tasks = []
+    for t in submission.open_tasks.values():
+        if t.id in submission.unaccepted_ids:
+            rows = {"start": t.start - submission.first_row, "stop": t.stop - submission.first_row}
+            tasks.append({"id": t.id, "kind": t.kind, **rows, "deadline_s": max(0.0, t.deadline_s - now_s)})
+    return {"rows": list(submission.rows), "tasks": tasks}
+
+
+def _split_into_messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges (start, stop) of rows per message. sizes: bytes of each row's tensor."""
+    parts, start, total = [], 0, 0
+    for at, size in enumerate(sizes):
+        if at > start and (at - start >= MAX_ROWS or total + size > MAX_SUBMISSION_BYTES):
+            parts.append((start, at))
+            start, total = at, 0
+        total += size
+    return [*parts, (start, len(sizes))] if sizes else []

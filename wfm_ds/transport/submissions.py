@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from wfm_ds.transport.messages import MAX_ROWS
-from wfm_ds.transport.wire import Array, Buffer, TensorSpec, WireError
+from wfm_ds.transport.wire import Buffer, TensorSpec
 
 RESUBMIT_INTERVAL_S = 2.0  # between sends of an unaccepted submission
 FULL_RETRY_S = 1.0  # before resending to a full broker
 MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not in a socket
-MAX_SUBMISSION_BYTES = 64 * 2**20  # tensor bytes per message of `submit_rows`; a larger row gets its own message
 MARKER_INTERVAL_S = 5.0  # between markers
 MAX_OPEN_REQUESTS = 4  # concurrent payload requests
 
@@ -32,9 +30,6 @@ class TaskRequest:
     failure: str | None = None  # why `submit_rows` could not send it; such a task has no outcome
 
 
-SubmitMessage = Callable[[Sequence[Mapping[str, Any]], Sequence[tuple[str, Array]], Sequence[TaskRequest], int], None]
-
-
 @dataclass(slots=True)
 class Submission:
     """Rows (one per sample) with tensors, and their tasks. first_row: the number that tasks use for the first row."""
@@ -46,15 +41,6 @@ class Submission:
     open_tasks: dict[str, TaskRequest]  # tasks without an outcome
     unaccepted_ids: set[str] = field(default_factory=set)
     retry_at_s: float = float("-inf")
-
-    def open_fields(self, now_s: float) -> dict[str, Any]:
-        """Return the fields of a `submit` message with the tasks that the broker has not accepted yet."""
-        tasks = []
-        for t in self.open_tasks.values():
-            if t.id in self.unaccepted_ids:
-                rows = {"start": t.start - self.first_row, "stop": t.stop - self.first_row}
-                tasks.append({"id": t.id, "kind": t.kind, **rows, "deadline_s": max(0.0, t.deadline_s - now_s)})
-        return {"rows": list(self.rows), "tasks": tasks}
 
 
 class PendingSubmissions:
@@ -153,50 +139,3 @@ class PayloadRequests:
         for request in self._open.values():
             if request.marker is not None and request.marker <= last:
                 request.marker = None
-
-
-def submit_rows(
-    submit: SubmitMessage,
-    rows: Sequence[Mapping[str, Any]],
-    tensors: Sequence[Array],
-    max_rows: Mapping[str, int],
-    new_id: Callable[[str], str],
-    deadline_s: float,
-) -> list[TaskRequest]:
-    """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
-
-    submit: the method PipeClient.submit.
-    tensors: one per row. Do not modify the tensors until the tasks have ended.
-    new_id: function that returns a new task id for a kind.
-
-    If a row is too large for a message, only the tasks with this row fail. Their field `failure` gives the reason.
-    """
-    tasks: list[TaskRequest] = []
-    parts = _split_into_messages([tensor.nbytes for tensor in tensors])
-    while parts:
-        start, stop = parts.pop(0)
-        part = [
-            TaskRequest(new_id(kind), kind, at, min(at + limit, stop), deadline_s)
-            for kind, limit in max_rows.items()
-            for at in range(start, stop, limit)
-        ]
-        try:
-            submit(rows[start:stop], [("media", tensor) for tensor in tensors[start:stop]], part, start)
-        except WireError as error:
-            if stop - start > 1:  # the header is too large
-                half = (start + stop) // 2
-                parts[:0] = [(start, half), (half, stop)]
-                continue
-            part = [replace(task, failure=f"cannot be sent: {error}") for task in part]
-        tasks += part
-    return tasks
-
-
-def _split_into_messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    parts, start, total = [], 0, 0
-    for at, size in enumerate(sizes):
-        if at > start and (at - start >= MAX_ROWS or total + size > MAX_SUBMISSION_BYTES):
-            parts.append((start, at))
-            start, total = at, 0
-        total += size
-    return [*parts, (start, len(sizes))] if sizes else []

@@ -19,7 +19,7 @@ import numpy as np
 from wfm_ds.errors import describe_error
 from wfm_ds.transport.client import PipeClient, TaskOutcome
 from wfm_ds.transport.keys import ClientKeys
-from wfm_ds.transport.submissions import TaskRequest, submit_rows
+from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.wire import Array
 from wfm_reward.web.request_body import Reservation
 from wfm_reward.web.requests import HttpProblem, ScoreRequest
@@ -192,7 +192,7 @@ class ScoreJobs:
     ) -> asyncio.TimerHandle:
         """Submit rows to workers. Returns the timer that abandons unfinished tasks after the deadline."""
         piece_ids = []
-        for task in submit_rows(self._client.submit, rows, arrays, max_rows, self._new_task_id, deadline_s):
+        for task in self._client.submit_rows(rows, arrays, max_rows, self._new_task_id, deadline_s):
             piece = _Piece(task, results[task.kind], indices[task.start : task.stop])
             if task.failure is not None:
                 piece.results.fail(piece.indices, task.failure)
