@@ -160,7 +160,7 @@ def sde_step(
 
     velocity, latents: same shape [B, ...] for B samples, each float32, bfloat16 or float16.
     coefficients: [B,5] float64, one row of sde_coefficients per sample. A single row may be expanded to B rows.
-    seeds, noise: pass exactly one of them. seeds: [B] int64 (see normal_noise). noise: shape of the latents. Both are
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see torch_backend). noise: shape of the latents. Both are
     ignored for samples with a std (coefficient) of 0.
 
     log_prob is computed from the next latents after rounding to the latents' dtype, so sde_log_prob returns the same
@@ -276,7 +276,7 @@ def flow_noise(
     """Return (noisy latents, noise). Noisy latents are (1 - sigma) * clean_latents + sigma * noise. Not differentiable.
 
     clean_latents: [B, ...] float32, bfloat16 or float16. Noisy latents have the same dtype. sigma: [B] float32.
-    seeds, noise: pass exactly one of them. seeds: [B] int64 (see normal_noise). noise: float32, shape of the latents.
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see torch_backend). noise: float32, shape of the latents.
     Raises ValueError for invalid arguments.
     """
     require_latents(clean_latents=clean_latents, noise=noise)

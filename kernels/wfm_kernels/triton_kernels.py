@@ -31,7 +31,7 @@ def load_float32(ptr, row, i, mask):
 
 @triton.jit
 def philox_normals(seed, base, QUADS: tl.constexpr):
-    """Return normal numbers `base` to `base + 4 * QUADS - 1` of a sample (see normal_noise). base: a multiple of 4."""
+    """Return normal numbers `base` to `base + 4 * QUADS - 1` of a sample (see torch_backend). base: a multiple of 4."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 

@@ -20,18 +20,18 @@ NO_LINES = "complex_human_instruction must be null or a list of lines"
 # Family, changes to model_index.json, changes to another file, loading options, text in the error message.
 CASES = [
     *(
-        ("qwen_image", {}, ("transformer/config.json", {key: True}), {}, f"{key} True is not supported, only False")
+        ("qwen_image", {}, ("transformer/config.json", {key: True}), {}, f"{key} true is not supported, only false")
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond")
     ),
     ("z_image", {}, ("transformer/config.json", {"siglip_feat_dim": 8}), {}, "siglip_feat_dim 8 is not supported"),
     ("z_image", {}, ("transformer/config.json", {"all_patch_size": [2, 4]}), {}, "all_patch_size [2, 4] is not"),
     *(("sana", {}, ("call.json", {INSTRUCTION: lines}), {}, NO_LINES) for lines in ("Draw", [1], 5)),
     ("qwen_image_edit", {"processor": NULL}, None, {}, "has no processor, but QwenImageEditPipeline needs it"),
-    ("qwen_image_edit", {}, ("transformer/config.json", {"guidance_embeds": True}), {}, "guidance_embeds True is not"),
+    ("qwen_image_edit", {}, ("transformer/config.json", {"guidance_embeds": True}), {}, "guidance_embeds true is not"),
     *(
         ("hunyuan_video15", {}, (file, change), {}, says)
         for file, change, says in (
-            ("transformer/config.json", {"use_meanflow": True}, "use_meanflow True is not supported"),
+            ("transformer/config.json", {"use_meanflow": True}, "use_meanflow true is not supported"),
             ("transformer/config.json", {"patch_size": 2}, "patch_size 2 is not supported, only 1"),
             ("guider/guider_config.json", {"_class_name": "SkipLayerGuidance"}, "only ClassifierFreeGuidance"),
             ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guidance_rescale 0.7 is not supported, only 0.0"),

@@ -80,7 +80,7 @@ def test_rewards_get_the_frame_rate_and_large_clips_have_their_own_message(clien
         return submit(self, rows, *rest)
 
     monkeypatch.setattr(PipeClient, "submit", watched)
-    monkeypatch.setattr("wfm_ds.transport.submissions.MAX_SUBMISSION_BYTES", 1000)
+    monkeypatch.setattr("wfm_ds.transport.client.MAX_SUBMISSION_BYTES", 1000)
     small, large = a_batch(3, shape=(5, 4, 4, 3), prefix="a"), a_batch(3, shape=(7, 8, 8, 3), prefix="b")
     for batch in (small, large):
         client.submit(dataclasses.replace(batch, fps=7.5))

@@ -151,14 +151,15 @@ class DiffusionModel(NoiseSchedule, SourceImages):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if the family does not support the pipeline in this folder, see `supported_options`."""
+        """Raise ModelError if the family does not support the pipeline in this folder. Checks `supported_options`."""
         for file, options in cls.supported_options.items():
             config = read_json(folder / file)
             for key, value in options.items():
-                if (config.get(key, value) or None) != (value or None):  # diffusers treats null like false
+                found = config.get(key, value)
+                if found != value and not (found is None and value is False):  # diffusers treats null like false
                     raise ModelError(
-                        f"{folder / file}: {key} {config[key]} is not supported, only {value}; use a supported model "
-                        "(docs/models.md)"
+                        f"{folder / file}: {key} {json.dumps(found)} is not supported, only {json.dumps(value)}; use a "
+                        "supported model (docs/models.md)"
                     )
 
     @classmethod

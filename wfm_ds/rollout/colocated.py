@@ -69,7 +69,7 @@ class ColocatedSource(RolloutSource):
         if self.histories is not None:
             with self.rollout_policy():
                 groups = self.histories.start_samples(groups, plan)
-        return self.generate_samples(plan_samples(self.job.recipe, groups, step), plan)
+        return self.generate_samples(plan_samples(self.job.recipe, groups, step, self.settings.group_size), plan)
 
     @contextlib.contextmanager
     def rollout_policy(self) -> Iterator[None]:

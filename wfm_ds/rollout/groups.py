@@ -191,12 +191,12 @@ class RolloutSample:
 
 
 def plan_samples(
-    recipe: Recipe, groups: Sequence[Group], step: int, *, group_size: int | None = None, first_group: int = 0
+    recipe: Recipe, groups: Sequence[Group], step: int, group_size: int, *, first_group: int = 0
 ) -> list[RolloutSample]:
-    """Return the samples of one RL step with the settings of a recipe. group_size: by default rollout.group_size."""
+    """Return the samples of one RL step with the seed and the noise of a recipe, see `plan_step_samples`."""
     return plan_step_samples(
         groups,
-        group_size=group_size or recipe.rl.rollout.group_size,
+        group_size=group_size,
         step=step,
         run_seed=recipe.run.seed,
         same_noise=recipe.sampling.same_noise,

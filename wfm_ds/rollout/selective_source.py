@@ -101,12 +101,9 @@ class SelectiveSource(ColocatedSource):
         """
         recipe = self.job.recipe
         groups = self.refillable_groups.refill_groups(step, attempt) if attempt else self.groups.step_groups(step)
+        first_group = attempt * selection.num_groups
         samples = plan_samples(
-            recipe,
-            groups[: selection.num_missing],
-            step,
-            group_size=self.num_candidates,
-            first_group=attempt * selection.num_groups,
+            recipe, groups[: selection.num_missing], step, self.num_candidates, first_group=first_group
         )
         generated = self.generate_samples(samples, self._candidate_plan or self.algorithm.plan(step))
         with self.job.timer("reward_wait"):

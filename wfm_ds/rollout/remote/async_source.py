@@ -116,7 +116,7 @@ class AsyncSource:
     def collect_rollouts(self, step: int) -> StepRollouts:
         """Download this replica's samples of a ready step. All ranks must call this. Raises RunError on all ranks."""
         job = self.job
-        samples = plan_samples(job.recipe, self._groups.pop(step), step)
+        samples = plan_samples(job.recipe, self._groups.pop(step), step, self.settings.group_size)
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)
         chunks = [ChunkPlan(**plan) for plan in plans]
         samples = self._slice_prompts(samples, chunks)

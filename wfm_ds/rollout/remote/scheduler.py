@@ -84,7 +84,7 @@ class ChunkScheduler:
 
     def submit_step(self, step: int, groups: Sequence[Group]) -> None:
         """Submit a step that `admit_steps` returned. groups: all groups of the step, with their conditioning frames."""
-        self._samples[step] = plan_samples(self.job.recipe, groups, step)
+        self._samples[step] = plan_samples(self.job.recipe, groups, step, self.job.recipe.rl.rollout.group_size)
         chunks = self._unsubmitted_chunks.pop(step)
         for start in range(0, len(chunks), MAX_ROWS):
             self._submit_tasks(chunks[start : start + MAX_ROWS])
