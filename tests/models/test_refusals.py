@@ -33,7 +33,7 @@ CASES = [
         for file, change, says in (
             ("transformer/config.json", {"use_meanflow": True}, "use_meanflow true is not supported"),
             ("transformer/config.json", {"patch_size": 2}, "patch_size 2 is not supported, only 1"),
-            ("guider/guider_config.json", {"_class_name": "SkipLayerGuidance"}, "only ClassifierFreeGuidance"),
+            ("guider/guider_config.json", {"_class_name": "SkipLayerGuidance"}, 'only "ClassifierFreeGuidance"'),
             ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guidance_rescale 0.7 is not supported, only 0.0"),
             ("guider/guider_config.json", {"stop": 0.5}, "stop 0.5 is not supported"),
         )
