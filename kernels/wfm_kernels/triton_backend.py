@@ -76,7 +76,7 @@ def _run_sde_kernel(
         kernels.sde_kernel,
         (split, batch),
         *_align_tensors(velocity, latents),
-        out,  # never a copy: the kernel may write it
+        out,  # not aligned: unless `given` is set, the kernel writes it
         *_align_tensors(noise),
         seeds,
         mean,

@@ -330,12 +330,13 @@ def _read_pending_error(status: IO[bytes]) -> str | None:
 
 
 def _send_kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    _send_kill(process)
+    with contextlib.suppress(PermissionError):
+        _send_kill(process)
     process.wait()
     _close_pipe(process.stdin)
     _close_pipe(process.stdout)

@@ -161,7 +161,7 @@ def subject(tiny_pipelines):
         (Flipped, "full export", "the latents that diffusers generates from the export: values differ by"),
         (Unscaled, "encode inverts decode", "pixels after encoding and decoding: values differ"),
         (Mixed, "batch matches samples", "sample 0 of a batch: values differ"),
-        (Deaf, "prompts matter", "of two prompts differ by only 0, not more than 0.001; use larger random weights"),
+        (Deaf, "prompts matter", "prompts differ by only 0, required: more than 0.001; use larger random weights"),
         (Weak, "latents with guidance", "two prompts at guidance scale 4: values differ by"),
         (Unchecked, "invalid arguments", "sigma [2, 1] raises AssertionError ("),
         (Misnamed, "lora and checkpointing", "no linear layer's name ends with to_kv"),

@@ -75,12 +75,12 @@ class CheckpointWeights:
             plain_name = own_name.replace(ADAPTER_INFIX, ".")
             match, saved_match = LORA_KEY.fullmatch(plain_name), WHOLE_LAYER_KEY.fullmatch(plain_name)
             weight = weights.get(f"{match['module']}.weight") if match else None
-            saved = weights.get(f"{saved_match['module']}.{saved_match['kind']}") if saved_match else None
+            saved_shape = weights.get(f"{saved_match['module']}.{saved_match['kind']}") if saved_match else None
             if match and weight is not None:
                 matrices = adapter_shapes(weight, int(self.settings["r"]), dora=True)
                 shapes[own_name] = matrices[match["matrix"]]
-            elif saved is not None:
-                shapes[own_name] = list(saved)
+            elif saved_shape is not None:
+                shapes[own_name] = list(saved_shape)
         return shapes
 
     def _read_buffers(self, part: str) -> Iterator[tuple[str, Tensor]]:

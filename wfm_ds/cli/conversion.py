@@ -178,6 +178,7 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
     if args.merge and args.base is None:
         raise UserError(f"{path} is a LoRA: --merge needs its base pipeline, set --base")
     base: Path | None = args.base and args.base.absolute()
+    # Without --base, use the folder that the LoRA file names, if it contains a pipeline.
     if base is None and (recorded := read_base_model(path)) and (Path(recorded) / INDEX_FILE).is_file():
         base = Path(recorded)
     source, family = read_lora(path, base)

@@ -23,7 +23,7 @@ DEFAULT_FILE = Path("action_stats.json")
 
 
 TrainingPart: TypeAlias = "tuple[str, ActionsRecipe, float | None, Sequence[Sample]]"
-"""Name of the data set in a mixture, or "" without a mixture, data.actions, data.fps, and the training samples."""
+"""(name of the data set in a mixture or "", data.actions, data.fps, the training samples with these settings)"""
 
 
 def parser() -> CommandParser:

@@ -16,6 +16,7 @@ from wfm_ds.cli.sampling_options import (
     add_sampling_options,
     argument_type,
     parse_positive,
+    require_empty,
 )
 from wfm_ds.program import CommandParser
 from wfm_ds.recipe.section import check_device_name
@@ -109,6 +110,7 @@ def parse_names(text: str) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
 
+    require_empty(args.out)
     choose_accelerator()  # before the next import, which imports deepspeed
     from wfm_ds.cli.model_comparison import run_comparison
 

@@ -53,7 +53,7 @@ def run_generation(args: argparse.Namespace) -> None:
     args.title = base if args.lora is None else f"{base} with {args.lora}"
     with contextlib.ExitStack() as resources:
         for name in ("lora", "pipeline"):
-            if (address := getattr(args, name)) is not None:  # a remote one is downloaded, and removed at the end
+            if (address := getattr(args, name)) is not None:  # remote exports are downloaded, and removed at the end
                 setattr(args, name, resources.enter_context(open_locally(address, args.out.parent)))
         generate_samples(args, export)
 

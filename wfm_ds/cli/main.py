@@ -1,6 +1,6 @@
 """Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
 
-The parser gets the name of the command from here.
+`run_subcommand` sets `prog` of the parser to the name of the command.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from wfm_ds.cli.evaluation_models import EvaluatedModel, resolve_models
 from wfm_ds.cli.evaluation_samples import EvaluationData, SampleScoring, load_data_recipe
 from wfm_ds.cli.evaluation_settings import fill_options, select_functions, training_rewards
 from wfm_ds.cli.samplers import choose_layout, iterate_samples, load_sampler, memory_advice, sampling_summary
-from wfm_ds.cli.sampling_options import require_empty
 from wfm_ds.data.prompts import load_prompt_file
 from wfm_ds.distributed.progress import show_wait, track_progress
 from wfm_ds.errors import UserError
@@ -45,7 +44,6 @@ PAGE_FILE, JSON_FILE, CSV_FILE, CLIPS_FILE = "index.html", "evaluation.json", "e
 
 
 def run_comparison(args: argparse.Namespace) -> EvaluationResults:
-    require_empty(args.out)
     data_recipe = None if args.data is None else load_data_recipe(args.data)
     prompts = load_prompt_file(args.prompts) if args.data is None else []
     with contextlib.ExitStack() as stack:

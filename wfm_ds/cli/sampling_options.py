@@ -47,7 +47,7 @@ MAX_DIGITS = 7  # maximum digits of seeds, steps, frames and other counts
 
 
 def argument_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return a type for add_argument whose message for an invalid argument is that of the ValueError of `parse`."""
+    """Return `parse` as a `type` for add_argument. argparse then shows the text of its ValueError."""
 
     def parse_argument(text: str) -> Value:
         try:

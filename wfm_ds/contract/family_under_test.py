@@ -57,10 +57,10 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
 
 
 def require_effect(description: str, one: Tensor, other: Tensor, least: float) -> None:
-    """Raise CheckFailed unless two tensors differ by more than `least`. description: what makes them differ."""
+    """Raise CheckFailed unless two tensors differ by more than `least`. description: such as "two prompts differ"."""
     difference = float((one - other).abs().max())
     fail_unless(
-        difference > least, f"{description} by only {difference:.1g}, not more than {least:g}; {LARGER_WEIGHTS}"
+        difference > least, f"{description} by only {difference:.1g}, required: more than {least:g}; {LARGER_WEIGHTS}"
     )
 
 

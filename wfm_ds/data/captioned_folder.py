@@ -44,11 +44,15 @@ class CaptionReader:
     """Reads the caption files of a folder. Caches the captions in CACHE/captions/<hash of the folder>.json.
 
     The file is {"format", "folder", "captions": {name: [state, caption]}}. A caption is reused only if the state of its
-    file (size, times and inode) is unchanged.
+    file (size, times and inode) is unchanged. Captions of files that changed less than RECENT_S before the scan are not
+    cached.
     """
 
     def __init__(self, folder: Path, cache_dir: Path | None) -> None:
-        """cache_dir: None: no cache. Create the reader before the scan of the folder, and call `save` after it."""
+        """Create the reader before the scan of the folder, and call `save` after it.
+
+        cache_dir: folder CACHE of the caption cache, or None for no cache.
+        """
         self.folder, self._start_ns = os.path.abspath(folder), time.time_ns()
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
         self.file = None if cache_dir is None else cache_dir / "captions" / f"{digest}.json"

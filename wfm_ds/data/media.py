@@ -189,7 +189,7 @@ def frame_seconds(media: Media) -> npt.NDArray[np.float64]:
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of a video as shown, after its rotation. Decodes the first frame. Raises BadMedia."""
+    """Return the shown size (height, width) of a video, rotated as its file says. Decodes a frame. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
         (first,) = read_images(media, media.views[0][0], [0])
         return picture_size([len(row) for row in media.views], (first.height, first.width))

@@ -118,7 +118,7 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an image as shown, after its rotation. Reads only the file header. Raises BadMedia."""
+    """Return the shown size (height, width) of an image, rotated as its file says. Reads a header. Raises BadMedia."""
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS

@@ -95,7 +95,9 @@ PROMPT_SOURCES = {
 def missing_bytes(name: str, folder: Path) -> int:
     """Ask the server for the total size of a prompt set's missing files, in bytes. Raises DataError."""
     total = 0
-    for file in (file for file in PROMPT_SOURCES[name].files if not (folder / file.name).is_file()):
+    for file in PROMPT_SOURCES[name].files:
+        if (folder / file.name).is_file():
+            continue
         request = urllib.request.Request(file_url(PROMPT_SOURCES[name], file), method="HEAD")
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

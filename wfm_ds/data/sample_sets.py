@@ -62,7 +62,8 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     if data.kind == "lerobot":
         return LeRobotSet(data, paths[0])
     if data.kind == "folder":
-        return load_folder(data, Path(paths[0]))
+        (path,) = paths
+        return load_folder(data, Path(path))
     if data.kind == "paired":
         cache_dir = data.cache_dir or user_cache_folder()
         return CaptionedFolder(

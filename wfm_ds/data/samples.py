@@ -217,12 +217,13 @@ def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
+    """Parse a JSON caption. Returns None if it is invalid or has no prompt."""
     caption = parse_object(content)
     return None if caption is None else make_prompt(caption, sample_id)
 
 
 def make_prompt(caption: Mapping[str, Any], sample_id: str) -> Prompt | None:
-    """Return the prompt of a JSON caption, or None if it has none. Keys except negative_prompt become metadata."""
+    """Return the prompt of a JSON caption, or None if it has none. Keys besides both prompts become metadata."""
     text, negative = caption.get("prompt"), caption.get("negative_prompt")
     if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
         return None

@@ -242,7 +242,7 @@ class TarShards(SampleSet):
             self.reject(assigned, name)
         else:
             rejected = media[1][0] if len(media) > 1 else None
-            arrays = [member for member in members if member.member.field.endswith(ARRAY_SUFFIX)]
+            arrays = [one for one in members if rejected is None and one.member.field.endswith(ARRAY_SUFFIX)]
             files = {os.path.basename(f"{one.member.key}.{one.member.field}"): one for one in arrays}
             self.samples.append(
                 Sample(

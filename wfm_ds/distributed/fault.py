@@ -87,7 +87,10 @@ class RankStates:
         self.first_end_s = now_s if self.first_end_s is None else self.first_end_s
 
     def find_fault(self, now_s: float) -> Fault | None:
-        """Return the fault that ends the run, if any, SETTLE_S seconds after it, so that other ranks can report."""
+        """Return the fault that ends the run, if any, at least SETTLE_S seconds after the first failure.
+
+        In this time, other ranks can report.
+        """
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:

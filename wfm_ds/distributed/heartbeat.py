@@ -55,7 +55,10 @@ class JsonConnection:
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Read the socket. Returns the complete JSON objects, or None if the peer hung up or sent invalid data."""
+        """Read the socket, which must be readable: otherwise this blocks.
+
+        Returns the complete JSON objects, or None if the peer hung up or sent invalid data.
+        """
         try:
             chunk = self.sock.recv(MAX_LINE_BYTES)
             *lines, self._unread = (self._unread + chunk).split(b"\n")

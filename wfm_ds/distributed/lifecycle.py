@@ -153,7 +153,10 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 
 
 def fail_rank(message: str) -> NoReturn:
-    """Exit because of a user error before the process group exists. The first rank of each node prints it."""
+    """Exit because of a user error before the process group exists. The first rank of each node prints it.
+
+    Ranks with contradictory launcher variables print it too.
+    """
     try:
         launched = find_launched_rank(os.environ)
     except UserError:

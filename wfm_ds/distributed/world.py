@@ -98,7 +98,10 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
     def with_replicas(self, sp_size: int) -> World:
-        """Return this World with replicas of `sp_size` ranks, else raise UserError. All ranks must call this."""
+        """Return this World with replicas of `sp_size` consecutive ranks. All ranks must call this.
+
+        Raises UserError if `sp_size` does not divide the number of ranks.
+        """
         if sp_size == 1:
             return replace(self, replica=None)
         timeout = datetime.timedelta(seconds=self.timeout_s)
@@ -171,7 +174,10 @@ class World:
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the leader's tensor on each rank's device. All ranks of a replica must call this, others with None."""
+        """Return the leader's tensor on each rank's device. All ranks of a replica must call this.
+
+        tensor: None on ranks other than the leader.
+        """
         if self.replica is None:
             assert tensor is not None
             return tensor

@@ -25,8 +25,10 @@ Config: TypeAlias = Mapping[str, Any]
 def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> tuple[Config, Config | None, Config | None]:
     """Return the pipeline call for evenly spaced noise levels: (arguments, scheduler config, guider config).
 
-    The arguments are all except prompts and inputs. A config is None if the pipeline keeps its own scheduler, or if it
-    has no guider. The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler
+    arguments: all except prompts and inputs. scheduler config: content of scheduler_config.json, or None if the
+    pipeline keeps its scheduler. guider config: content of guider_config.json, or None if it has no guider.
+
+    The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler
     with these levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise. If the
     pipeline has a guider, one with the recipe's guidance scale replaces it.
     Raises ModelError if plain diffusers cannot use the levels or the guidance.

@@ -335,7 +335,8 @@ def _write_denoiser(
             del tensor  # free it before the next one is created
         for part in target.parts if target.frozen else ():
             base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
-            for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
+            frozen = [n for n in missing if n.startswith(prefix) and target.is_frozen(n.removeprefix(prefix))]
+            for name in frozen:
                 missing.pop(name).write(base_weights.read_tensor(name.removeprefix(prefix)))
         require_complete(missing)
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from wfm_ds.data.frame_conversion import frame_to_rgb
 from wfm_ds.data.media import open_video, read_frames, read_timestamps, video_size
-from wfm_ds.data.pixels import BadMedia, decode_image, image_size
+from wfm_ds.data.pixels import BadMedia, convert_decode_errors, decode_image, image_size
 from wfm_ds.data.samples import Media, media_from_path
 from wfm_ds.language.annotations import MediaKind, MediaReference
 from wfm_ds.recipe.data import DataRecipe
@@ -72,7 +72,8 @@ class MediaReader:
     def read(self, item: MediaReference) -> MediaPatches:
         file = media_from_path(item.address)
         if item.kind == "image":
-            return self._make_patches(file, [decode_image(file)], self._pixels.max)
+            with convert_decode_errors(file):
+                return self._make_patches(file, [decode_image(file)], self._pixels.max)
         frames: dict[int, Image.Image] = {}
         with open_video(file) as container:
             wanted, first, _ = self._select_frames(file, container)

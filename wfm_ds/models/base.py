@@ -61,7 +61,7 @@ class TextWithImages:
 
 
 class DiffusionModel(NoiseSchedule, SourceImages):
-    """A loaded diffusers pipeline behind one interface. Each model family is a subclass in its own file."""
+    """A loaded diffusers pipeline behind one interface. Each model family is a subclass in a file of this package."""
 
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects

@@ -74,7 +74,7 @@ class NoiseSchedule(PixelCodec):
         return {}
 
     def shift_parameter(self, num_tokens: int, **defaults: float) -> float:
-        """Return the scheduler's argument mu, as diffusers' calculate_shift: it is linear in the number of tokens.
+        """Return the scheduler's argument mu, linear in the number of tokens, as diffusers' calculate_shift.
 
         defaults: limits of the pipeline, for schedulers without them in their configs.
         """

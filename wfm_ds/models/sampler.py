@@ -39,7 +39,8 @@ UNCONDITIONAL = "uncond"  # purpose of the unconditional forward passes in train
 DenoiseFunction: TypeAlias = Callable[..., Tensor]
 """DiffusionModel.denoise."""
 ForwardFunction: TypeAlias = Callable[..., Tensor]
-"""DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout"."""
+"""DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout", and an optional last one,
+`variant` (see GuidancePass)."""
 
 
 class CountingForward:

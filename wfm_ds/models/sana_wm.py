@@ -63,7 +63,7 @@ class SanaWM(InstructedModel):
 
     family = "sana_wm"
     pipeline_classes = ("SanaWMPipeline",)
-    instruction_argument = "chi_prompt"  # null: the pipeline's default
+    instruction_argument = "chi_prompt"  # null in call.json: the pipeline's default
     optional_conditioning_keys = frozenset(CAMERA_KEYS)
     input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
         {POSES_KEY: InputSpec(rank=3, required=True), INTRINSICS_KEY: InputSpec(rank=2, required=True)}

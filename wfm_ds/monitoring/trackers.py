@@ -309,8 +309,9 @@ class SwanLab:
             self._run.finish(SWANLAB_STATES[status], "the run failed" if status == "failed" else None)
 
 
-CLASSES: tuple[type[Tracker], ...] = (TensorBoard, WeightsAndBiases, MLflow, Trackio, SwanLab)
-TRACKERS = {tracker.name: tracker for tracker in CLASSES}
+TRACKERS: dict[str, type[Tracker]] = {
+    tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, MLflow, Trackio, SwanLab)
+}
 
 
 def require_trackers(recipe: Recipe) -> None:

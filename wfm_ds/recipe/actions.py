@@ -13,7 +13,7 @@ from wfm_ds.recipe.section import Section, UserPath, value_form
 from wfm_ds.recipe.tree import shorten_text
 
 ROTATION_WIDTHS = {"euler_xyz": 3, "axis_angle": 3, "quat_xyzw": 4, "quat_wxyz": 4, "rot6d": 6}
-TURN_TOLERANCE = 2e-3  # of the products of rows
+TURN_TOLERANCE = 1e-3  # of the products of rows
 
 Columns = Annotated[str, Field(pattern=r"^[0-9]{1,4}:[0-9]{1,4}$")]
 """Columns of a feature like a Python slice: `0:6` for the first six numbers."""

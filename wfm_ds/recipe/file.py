@@ -80,7 +80,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def resolve_recipe_path(path: Path) -> Path:
-    """Return the file of the shipped recipe with this name if there is no file `path`, otherwise `path`."""
+    """Return `path` if it exists or no shipped recipe has this name, otherwise the file of the shipped recipe."""
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 

@@ -166,7 +166,7 @@ class Recipe(Section):
         self._check_trajectories()
         self._check_sample_selection()
         check_weights(self)
-        self._check_kernels()
+        self._check_graphs_and_checkpointing()
         self._check_held_out_rewards()
         if self.all_reward_settings is not None:
             self._check_reward_timeouts(self.all_reward_settings)
@@ -254,7 +254,8 @@ class Recipe(Section):
         if self.data.target:
             return
         if not self.is_rl or self.rl.algorithm.num_data_terms(self.rl.algorithm.terms_per_sample(self.sampling)) > 0:
-            raise ValueError(f"data.target: false: {self.algorithm.name} trains on edits: remove it, and add them")
+            trained = f"{self.algorithm.name} trains on edited images"
+            raise ValueError(f"data.target: false: {trained}: remove the key, and add edited images to the data")
 
     def _check_trajectories(self) -> None:
         inputs = self.data.inputs
@@ -320,7 +321,7 @@ class Recipe(Section):
                 f"{rollout.group_size} even"
             )
 
-    def _check_kernels(self) -> None:
+    def _check_graphs_and_checkpointing(self) -> None:
         records_graphs = self.rollout is not None and self.rollout.cuda_graph and not self.is_async
         if records_graphs and self.engine.sequence_parallel > 1:
             raise ValueError(
@@ -346,7 +347,8 @@ class Recipe(Section):
         for name in names:
             if name.partition("/")[0] in trained:
                 raise ValueError(
-                    f"validation.held_out_rewards: {name} is not held out, reward.functions trains on it: remove one"
+                    f"validation.held_out_rewards: {name} is not held out: remove it from one of them, since "
+                    "reward.functions trains on it"
                 )
             if name in [f.name for f in functions]:
                 raise ValueError(

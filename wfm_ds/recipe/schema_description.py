@@ -24,8 +24,10 @@ from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path
 from wfm_ds.user_class import CLASS_PATH_FORM
 
 BOUND_SYMBOLS: dict[Any, tuple[str, str]] = {
-    **{annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")},
-    **{annotated_types.Lt: ("lt", "<"), annotated_types.Le: ("le", "<=")},
+    annotated_types.Gt: ("gt", ">"),
+    annotated_types.Ge: ("ge", ">="),
+    annotated_types.Lt: ("lt", "<"),
+    annotated_types.Le: ("le", "<="),
 }
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 MAX_SHOWN_CHARACTERS = 60

@@ -32,7 +32,7 @@ class TinyFamily:
     released: tuple[str, ...]
     """Lower-case parts of the names of the released models that this pipeline replaces."""
     pipelines: tuple[str, ...] = ()
-    """Pipeline classes of diffusers. Empty for the Wan classes that have several families."""
+    """Pipeline classes of diffusers. Empty for language models, demos and Wan, whose classes have several families."""
     height: int = 32
     width: int = 32
     is_video: bool = False
@@ -150,8 +150,9 @@ def _read_family(folder: Path) -> str:
         return "wan22_ti2v" if index.get("expand_timesteps") else version
     if name == "WanImageToVideoPipeline":
         return f"{version}_i2v"
-    language_model = LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
-    return next((family.name for family in TINY_FAMILIES if name in family.pipelines), language_model)
+    if family := next((family for family in TINY_FAMILIES if name in family.pipelines), None):
+        return family.name
+    return LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

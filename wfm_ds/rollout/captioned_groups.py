@@ -105,7 +105,10 @@ def drop_prompt_media(prompt: Prompt) -> Prompt:
 
 
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
-    """Return the noise seeds of the 0 to `max_clips` clips before each group's samples. Each number is as frequent."""
+    """Return for each group of an RL step the noise seeds of the clips before its samples.
+
+    The number of clips is 0 to `max_clips`. Each number is equally frequent, up to rounding.
+    """
     # Without the offset, rounding would prefer the same numbers in every step.
     offset = draw_uniform(run_seed, "history_offset", step)
     order = sorted(range(num_groups), key=lambda g: derive_seed(run_seed, "history", step, g))

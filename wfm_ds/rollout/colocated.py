@@ -49,7 +49,10 @@ class ColocatedSource(RolloutSource):
         algorithm: RlAlgorithm,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """rewards: None: the samples are neither decoded nor scored. layout: None: no histories or recordings."""
+        """rewards: client of the reward service, or None if samples are neither decoded nor scored.
+
+        layout: layout of histories and recordings, or None if the run has neither.
+        """
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
         self.accumulates_fast = (  # without float8 layers, no need to search for them in each rollout

@@ -74,7 +74,10 @@ class GroupSource(Protocol):
     """Provides the groups of each RL step. All ranks must call every method. By default, it has no state."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step`, always the same. Only `data` and `recording` differ between ranks."""
+        """Return the groups of RL step `step`. A repeated call returns the same groups.
+
+        Only `data`, `recording` and the images and videos of the prompt differ between ranks.
+        """
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples of RL step `step`. All ranks must pass identical rewards.

@@ -80,7 +80,10 @@ class HistoryLayout:
 def extend_for_history(
     layout: HistoryLayout | None, buckets: Buckets, inputs: InputReader | None, actions: ActionData | None
 ) -> tuple[Buckets, InputReader | None]:
-    """Return buckets and inputs for all frames of a group. Raises RecipeError if the actions do not suffice."""
+    """Return buckets and an input reader that cover all frames of a group. If `layout` is None, return both unchanged.
+
+    Raises RecipeError if the trajectories of rollout.trajectory_library are too short.
+    """
     if layout is None:
         return buckets, inputs
     layout.check_library(actions)
@@ -240,7 +243,10 @@ def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
 def history_metrics(
     samples: Sequence[RolloutSample], scores: Sequence[Mapping[str, Score]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the number of broken histories and, for the rewards `names`, the mean score of samples after k clips."""
+    """Return `rollout/history_broken` and, for each of the rewards `names`, `reward/<name>/after_<k>`.
+
+    The first is the number of groups with a non-finite history, the second the mean score of samples after k clips.
+    """
     groups = {sample.group_id: sample.group for sample in samples}.values()
     broken = sum(group.clip < len(group.history_seeds) for group in groups)
     values: dict[str, list[float]] = {}

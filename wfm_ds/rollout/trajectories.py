@@ -50,7 +50,10 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Exchange actions and camera paths between prompts of the same `domain`, if it has more than one prompt."""
+    """Return the prompts with actions and camera paths exchanged between prompts of the same `domain`.
+
+    A prompt keeps its own trajectory only if its domain has no other prompt.
+    """
     domains: dict[float, list[int]] = {}
     for i, prompt in enumerate(prompts):
         domains.setdefault(float(prompt.inputs.get(DOMAIN, 0)), []).append(i)
@@ -68,7 +71,10 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return `target` with the actions and the camera path of `source`, moved to the first pose of `target`."""
+    """Return `target` with the actions and the camera path of `source`.
+
+    The camera path is moved so that it starts at the first pose of `target`.
+    """
     inputs = dict(target)
     if ACTIONS in target:
         inputs[ACTIONS] = source[ACTIONS]

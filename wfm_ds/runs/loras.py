@@ -54,8 +54,12 @@ def load_teachers(recipe: Recipe, model: DiffusionModel) -> dict[str, dict[str, 
     """
     teachers = {}
     for policy, teacher in recipe.algorithm.list_lora_teachers().items():
-        initial = load_initial_lora(recipe, model) if teacher.weights == INITIAL_LORA else None
-        teachers[policy] = load_teacher_lora(recipe, model, teacher) if initial is None else initial
+        if teacher.weights == INITIAL_LORA:
+            initial = load_initial_lora(recipe, model)
+            assert initial is not None, "the recipe has lora.init_from"
+            teachers[policy] = initial
+        else:
+            teachers[policy] = load_teacher_lora(recipe, model, teacher)
     return teachers
 
 

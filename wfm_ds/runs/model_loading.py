@@ -80,7 +80,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     model.check_sampling(size)
     sizes = build_buckets(recipe, model).sizes  # raises for unsupported sizes
     if recipe.data.image_inputs:
-        check_source_ratio(recipe, model, [(size.height, size.width), *sizes])
+        check_source_ratio(recipe, model, sizes)
     if len(model.sigma_ranges) > 1:
         require_idle_expert_support(recipe)
     elif size.guidance_scale_low is not None:
@@ -145,6 +145,7 @@ def check_sources(recipe: Recipe, model: DiffusionModel) -> None:
         model.latent_shape(*size)
     except ValueError as error:
         raise RecipeError(f"data.source_size: {size[0]} x {size[1]}: {error}") from error
+    check_source_ratio(recipe, model, [(recipe.sampling.height, recipe.sampling.width)])
     if model.text_inputs & model.input_names and recipe.data.crop == "random":
         raise RecipeError(f"data.crop: random: the text encoder of {model.family} would encode every crop: set centre")
 

@@ -232,9 +232,10 @@ class ResultRecorder:
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
 
     def _write_result(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
-        """Write result.json and the run page. status: finished, preempted or failed. Raises OSError.
+        """Write result.json and the run page. Raises OSError.
 
-        Non-finite metrics become null. Rank 0 writes this file last, so a run without it is unfinished.
+        status: finished (all steps), preempted (stopped by a signal; the same command continues) or failed. step: last
+        completed step. Non-finite metrics become null. Rank 0 writes this file last: a run without it is unfinished.
         """
         folder, start = self._recipe.run.output_dir, self._ending.start_time
         now = datetime.datetime.now(datetime.UTC)

@@ -126,7 +126,10 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read bytes of a local or S3 file. Raises FileNotFoundError, and StorageError also if it is too short."""
+    """Read `size` bytes at byte `offset` of a local or S3 file.
+
+    Raises FileNotFoundError, and StorageError if the file cannot be read or is too short.
+    """
     fs, path = open_filesystem(address)
     with convert_storage_errors(address):
         content: bytes = fs.cat_file(path, start=offset, end=offset + size)
@@ -229,8 +232,10 @@ class StorageStream(io.RawIOBase):
 
     def readall(self) -> bytes:
         """Read the rest of the file at once. The method of the base class makes a request for every 8 KiB."""
-        start, self._position = self._position, max(self._position, self._size)
-        return read_range(self._address, start, self._size - start) if start < self._size else b""
+        count = max(0, self._size - self._position)
+        content = read_range(self._address, self._position, count) if count else b""
+        self._position += count
+        return content
 
 
 def open_stream(address: str) -> BinaryIO:

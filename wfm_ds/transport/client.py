@@ -192,7 +192,10 @@ class PipeClient:
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
-        """Yield an announced file as uint8 arrays. Raises PipeError if an array takes longer than `timeout_s`."""
+        """Yield a file of `num_bytes` bytes that the broker offers (`Broker.announce`), as uint8 arrays.
+
+        Raises PipeError if an array takes longer than `timeout_s` seconds.
+        """
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"
             request = PayloadRequest("read", {"file": name, "offset": offset})

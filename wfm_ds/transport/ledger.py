@@ -346,7 +346,8 @@ class Ledger:
             self._requeue_task(self._entries[task_id])
 
     def _oldest_waiting_task(self, kind: str) -> TaskEntry | None:
-        task_id = self._waiting[kind].peek()
+        queue = self._waiting.get(kind)
+        task_id = None if queue is None else queue.peek()
         return None if task_id is None else self._entries[task_id]
 
     def _find_free_worker(self, entry: TaskEntry) -> str | None:

@@ -25,7 +25,10 @@ class SocketFolder:
     """A new folder at `path` with mode 0700. It is locked until `remove` is called or this process ends."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """Create a folder in `base` (None: a suitable place). Removes orphans first. Raises UserError for no place."""
+        """Remove orphaned folders and create a folder in `base`.
+
+        base: None: use a suitable folder. Raises UserError if there is none.
+        """
         base = base or _find_base_folder()
         remove_orphaned_folders(base)
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
@@ -60,7 +63,10 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock another process's SocketFolder. Returns a descriptor that holds the lock, or None if it does not exist."""
+    """Lock another process's SocketFolder. Returns a descriptor; close it to release the lock.
+
+    Returns None if `path` is no SocketFolder or was removed.
+    """
     return _lock_shared(path) if FOLDER_NAME.fullmatch(path.name) else None
 
 
@@ -102,7 +108,11 @@ def _remove_if_orphaned(path: Path) -> bool:
 def _lock_shared(path: Path) -> int | None:
     folder = _open_own_folder(path)
     if folder is not None:
-        fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a removal in progress, which is short
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a removal in progress, which is short
+        except OSError:
+            os.close(folder)
+            raise
     return folder
 
 

@@ -124,7 +124,10 @@ class PayloadRequests:
         return self._open.pop(key, None) is not None
 
     def send(self, now_s: float, send: SendMessage) -> None:
-        """Send new requests and, while some are open, a marker every MARKER_INTERVAL_S. send: False if it fails."""
+        """Send new requests and, while some are open, a marker every MARKER_INTERVAL_S.
+
+        send: function (type, fields) that returns False if it could not send the message.
+        """
         for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
             if request.marker is None and send(request.type, request.fields):
                 request.marker = self._next_marker

@@ -137,7 +137,10 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
-        """Return whether the worker can hold these rows too. exclusive: only alone, as they may kill the worker."""
+        """Return whether the worker can take these rows too.
+
+        exclusive: whether they must run alone, because they may kill the worker.
+        """
         if not self.leases:
             return True
         exclusive = exclusive or any(lease.is_exclusive for lease in self.leases.values())

@@ -31,11 +31,14 @@ def sequence_attention(
     query, key, value and the output: [batch, local tokens, heads, channels per head]. The caller must already have
     applied norms and the rotary embedding. lengths: number of tokens on each rank.
     backend: diffusers' name of the attention kernel. None selects the active kernel.
-    If `lengths` or `group` is None, all tokens are local. Only then, a mask is allowed.
+    `lengths` and `group` are None if all tokens are local. Only then, a mask is allowed.
     """
+    if (lengths is None) != (group is None):
+        raise ValueError("sequence_attention needs both `lengths` and `group`, or neither if all tokens are local")
     if lengths is None or group is None:
         output: Tensor = dispatch_attention_fn(query_BnHD, key_BnHD, value_BnHD, mask, backend=backend)
         return output
+    assert mask is None, "a mask needs all tokens"
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
     attended = dispatch_attention_fn(query, key, value, backend=backend)

@@ -18,7 +18,7 @@ from wfm_ds.ulysses.exchange import exchange_halo, gather_shards, local_shard, s
 
 
 class UlyssesTransformer(ABC):
-    """Shards the tokens of a diffusers transformer. Each model family is a subclass in its own module of this package.
+    """Shards the tokens of a diffusers transformer. Each model family has a subclass in this package.
 
     After the patch embedding, a rank has only its local tokens, but all text and timesteps, unless the family shards
     them. Every rank gathers the output of `proj_out`. The transformer must not use parameters after `proj_out`, because

@@ -105,7 +105,6 @@ class Cosmos25Attention:
             if self.group is not None:
                 lengths, tables = shard_tables(tables, 0, self.group)
             query, key = apply_rotation(query, tables, "halves"), apply_rotation(key, tables, "halves")
-        attended = sequence_attention(
-            query, key, value, lengths, self.group, self._attention_backend, mask=attention_mask
-        )
+        group = None if lengths is None else self.group  # the text of a cross-attention is not sharded
+        attended = sequence_attention(query, key, value, lengths, group, self._attention_backend, mask=attention_mask)
         return project_output(attn, attended.flatten(2))

@@ -72,7 +72,7 @@ def _normalize_rows(embeddings: Tensor) -> Tensor:
 
 
 class ClipReward(Reward):
-    """Base class of rewards from the cosine similarity of image and prompt."""
+    """Base class of rewards from CLIP embeddings: by default, the cosine similarity of image and prompt."""
 
     backbone = "CLIP"
     media_types = frozenset({"image"})

@@ -15,7 +15,7 @@ SILENCE = 1e-4  # largest amplitude of sound that counts as silent
 
 
 class SoundReward(Reward):
-    """Base class of rewards that hear the sound of videos. Silent videos fail."""
+    """Base class of rewards that hear the sound of videos. Subclasses must fail silent videos (`is_silent`)."""
 
     media_types = frozenset({"video"})
     needs_sound = True

@@ -221,7 +221,9 @@ def create_distillation_sections(request: RecipeRequest, model: PipelineSummary)
         ],
         "algorithm": [
             RecipeLine("name", "dmd2", "docs/few_steps.md"),
-            RecipeLine("teacher", {"guidance_scale": model.guidance_scale}, "the base model and its guidance"),
+            RecipeLine(
+                "teacher", {"guidance_scale": model.guidance_scale}, "the base model with its pipeline's guidance"
+            ),
             RecipeLine("fake", {"updates": 5}, "the fake score must keep up with the student"),
             *levels,
         ],

@@ -83,7 +83,10 @@ class ModelProperties(Protocol):
         """
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """Return the scheduler's timestep shift for these samples. Raises ModelError if it has none."""
+        """Return the scheduler's timestep shift for this size and number of steps.
+
+        Raises ModelError if the scheduler has no shift.
+        """
 
     def stream_sizes(self, sampling: SamplingRecipe, /) -> Mapping[str, int]:
         """Return {stream: number of latent elements} of a sample with several streams, otherwise {}."""
@@ -185,7 +188,7 @@ class AlgorithmSettings(Section):
     def _check_frame_range(self) -> AlgorithmSettings:
         low, high = self.conditioning_frame_range
         if low > high:
-            raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
+            raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: swap them")
         return self
 
 

@@ -61,7 +61,11 @@ class AsyncSource:
         service: RolloutService | None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """All ranks must call this. service: None except on rank 0. layout: None: no histories or recordings."""
+        """All ranks must call this.
+
+        service: the rollout service on rank 0, None on other ranks.
+        layout: layout of histories and recordings, or None if the run has neither.
+        """
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service, self.layout = job.recipe.rl.rollout, service, layout
         self.session_id = str(job.world.broadcast(uuid.uuid4().hex[:12]))
@@ -114,7 +118,10 @@ class AsyncSource:
         return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Download this replica's samples of a ready step. All ranks must call this. Raises RunError on all ranks."""
+        """Download this replica's samples of a ready step (`wait_until_ready`). All ranks must call this.
+
+        Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
+        """
         job = self.job
         samples = plan_samples(job.recipe, self._groups.pop(step), step, self.settings.group_size)
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)

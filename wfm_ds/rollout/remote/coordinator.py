@@ -73,7 +73,7 @@ class Coordinator:
         self._retries: dict[GroupChunk, int] = {}
 
     def record_publication(self, publication: int) -> None:
-        """Record that the policy after RL step `publication` is published. Raises ValueError if one was skipped."""
+        """Record that the policy after RL step `publication` is published. Raises ValueError unless it is the next."""
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
         self.last_publication = publication

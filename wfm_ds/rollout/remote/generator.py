@@ -87,7 +87,11 @@ class ChunkGenerator:
         on_chunk_start: Callable[[], None] | None = None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """joint_rows: of Sampler. on_chunk_start: called when the weights are loaded. layout: of histories, if any."""
+        """joint_rows: `max_joint_rows` of Sampler.
+
+        on_chunk_start: function that is called after the weights of a chunk are loaded.
+        layout: layout of histories and recordings, or None if the run has neither.
+        """
         self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
             model=model,
@@ -107,7 +111,10 @@ class ChunkGenerator:
     def generate_chunk(
         self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress, *, with_sound: bool = False
     ) -> GeneratedChunk:
-        """Denoise and decode a task's samples as one batch. Thread-safe. progress: gets the number of forward passes.
+        """Denoise and decode a task's samples as one batch. Thread-safe.
+
+        progress: function that is called with the number of completed forward passes.
+        with_sound: whether to decode the sound too.
 
         Raises TaskFailed if the task has a history or a recording, but this worker has no layout.
         """

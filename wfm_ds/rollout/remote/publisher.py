@@ -58,7 +58,10 @@ class PolicyPublisher:
     """Writes the policy after RL step N to the folder `v<N>` and announces it. All ranks must call every method."""
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
-        """Delete the weights of earlier sessions. All ranks must call this. broker: None except on rank 0."""
+        """Delete the weights of earlier sessions. All ranks must call this.
+
+        policy: name of the policy that generates the samples. broker: None except on rank 0.
+        """
         self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
         self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
         self.retained: list[PolicyManifest] = []

@@ -210,7 +210,10 @@ def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the addresses for clients and workers. folder: of ipc sockets. Raises RecipeError if `bind` is invalid."""
+    """Return the addresses for clients and workers. Raises RecipeError if `bind` is invalid.
+
+    folder: folder for ipc sockets. None: both are TCP addresses.
+    """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"
     host, _, port = bind.rpartition(":")

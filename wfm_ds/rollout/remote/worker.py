@@ -303,7 +303,10 @@ class WorkerLanes:
         return 0
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
-        """Generate and score a task's samples. Raises TaskFailed for a malformed task, missing weights or memory."""
+        """Generate and score a task's samples. Raises TaskFailed if that fails.
+
+        Reasons are a malformed task, weights that cannot be loaded, and too little memory.
+        """
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.memory.advice import OutOfMemory, explain_out_of_memory, suggest_keys_after_oom
         from wfm_ds.rollout.remote.packing import ChunkTask, pack_history, pack_trajectory
