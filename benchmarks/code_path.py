@@ -75,7 +75,7 @@ class CallTrace:
         return stack[::-1]
 
 
-def trace_recipe(recipe: str) -> tuple[CallTrace, CallTrace]:
+def trace_recipe(recipe: str, overrides: list[str]) -> tuple[CallTrace, CallTrace]:
     """Return the traces of the set-up and of the second step of a recipe."""
     from wfm_ds import train
     from wfm_ds.training import language_loop, rl, sft
@@ -95,8 +95,8 @@ def trace_recipe(recipe: str) -> tuple[CallTrace, CallTrace]:
         loop.train_step = traced_train_step
     try:
         with tempfile.TemporaryDirectory() as folder, setup.recording():
-            overrides = ["run.steps=2", f"run.output_dir={folder}/run", "checkpoint.every=0", "validation.every=0"]
-            train.main([recipe, *overrides])
+            short = ["run.steps=2", f"run.output_dir={folder}/run", "checkpoint.every=0", "validation.every=0"]
+            train.main([recipe, *short, *overrides])
     finally:
         for loop, original in originals.items():
             loop.train_step = original
@@ -106,10 +106,11 @@ def trace_recipe(recipe: str) -> tuple[CallTrace, CallTrace]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--files", action="store_true", help="print the names of the files and the deepest stack")
     args = parser.parse_args()
     lines = []
-    for name, trace in zip(("set-up", "step"), trace_recipe(args.recipe), strict=True):
+    for name, trace in zip(("set-up", "step"), trace_recipe(args.recipe, args.overrides), strict=True):
         lines.append(f"{args.recipe} {name}: {len(trace.files)} files, {len(trace.deepest)} frames deep")
         if args.files:
             lines += [f"  {os.path.relpath(file, ROOT)}" for file in sorted(trace.files)]
