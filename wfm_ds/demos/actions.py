@@ -55,7 +55,7 @@ class ActionsDemo(Demo):
         return self.clip_arguments(folder, NUM_HELD_OUT)
 
     def clip_arguments(self, folder: Path, clip: int) -> str:
-        """Return arguments of `wfm generate`. clip: number of the held-out clip, of which start.png is the start."""
+        """Return arguments of `wfm generate`. clip: number of the held-out clip. start.png is its first frame."""
         data = folder / "data"
         return (
             f"--prompts {data / PROMPTS} --height {HEIGHT} --width {WIDTH} --frames {NUM_FRAMES} --fps 8 --steps 8 "

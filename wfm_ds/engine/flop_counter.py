@@ -46,7 +46,7 @@ def convolution_backward_flops(
 ) -> int:
     """Return the FLOPs of a convolution's backward pass. torch's own formula is wrong for grouped convolutions.
 
-    The arguments are those of aten::convolution_backward, with shapes instead of tensors.
+    Takes the arguments of aten::convolution_backward, with shapes instead of tensors.
     """
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = arguments
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * int(sum(output_mask[:2]))

@@ -93,7 +93,7 @@ class SequenceWork:
         for number in range(self._num_blocks):
             if number in self._full or not self._window:
                 pairs = sum(t * (h * w) ** 2 for t, h, w in grids)
-            else:  # patches attend to those of their window
+            else:  # patches attend only within their window
                 pairs = sum(t * _sum_squares(h, self._window) * _sum_squares(w, self._window) for t, h, w in grids)
             yield 4 * self._vision_width * pairs, self._first < (0, number, 1)
 

@@ -62,7 +62,7 @@ GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: embedded
 
 
 class FluxModel(DiffusionModel):
-    """Base class of families whose networks may have embedded guidance (`guidance_embeds` in their configs)."""
+    """Base class of families with networks that may have embedded guidance (`guidance_embeds` in their configs)."""
 
     default_guidance_embeds: ClassVar[bool]  # value of guidance_embeds if the config of the transformer lacks it
 

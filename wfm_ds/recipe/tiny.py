@@ -32,7 +32,7 @@ class TinyFamily:
     released: tuple[str, ...]
     """Lower-case parts of the names of the released models that this pipeline replaces."""
     pipelines: tuple[str, ...] = ()
-    """Pipeline classes of diffusers. Empty for language models, demos and Wan, whose classes have several families."""
+    """Pipeline classes of diffusers. Empty for language models, demos and Wan: Wan's classes have several families."""
     height: int = 32
     width: int = 32
     is_video: bool = False

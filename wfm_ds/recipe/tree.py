@@ -71,7 +71,7 @@ class RecipeProblem:
 
 
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
-    """Raise RecipeError with one line per problem, if there are any: first those in files by line, then overrides."""
+    """Raise RecipeError with one line per problem, if there are any: problems in files by line, then in overrides."""
     places = [(p.location.line is None, p.location.source, p.location.line or 0, p.text, str(p)) for p in problems]
     lines = list(dict.fromkeys(line for *_, line in sorted(places)))
     if len(lines) > MAX_PROBLEMS:

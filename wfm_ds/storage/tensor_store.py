@@ -19,7 +19,7 @@ TensorKey = Mapping[str, Any]
 
 
 class TensorStore:
-    """Cache of tensors on disk for concurrent processes. Damaged files and those of other keys count as missing."""
+    """Cache of tensors on disk for concurrent processes. Damaged files and files with other keys count as missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # temporary files are here, not next to the entries, so that stale ones are found quickly

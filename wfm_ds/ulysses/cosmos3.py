@@ -67,7 +67,7 @@ class Cosmos3Attention:
 
         tokens: local tokens [batch, local tokens, channels].
         text_keys, text_values: [batch, text tokens, key-value heads, channels per head].
-        text_mask: bool [batch, text tokens], False on padding. None: there is no padding.
+        text_mask: bool [batch, text tokens], False on padding. None: no text is padded.
         rotation: rotary tables (cosines, sines) of the tokens of all ranks, [batch, tokens, channels per head] each.
         """
         group = self.group

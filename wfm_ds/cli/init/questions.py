@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 from wfm_ds.errors import UserError
 
 T = TypeVar("T")
-TASKS = {  # {task: what it does}
+TASKS = {  # {task: description}
     "sft": "fine-tune on the images or videos",
     "actions": "fine-tune on videos with their actions",
     "dpo": "learn from preference pairs",

@@ -89,7 +89,7 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds", "rollout", recipe, *arguments, "--stop-on-eof"]
 
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
-        """Return a worker's environment variables. gpu: the only GPU that it sees. None: those of this process."""
+        """Return a worker's environment variables. gpu: the only GPU that it sees. None: all GPUs of this process."""
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **remove_rank_variables(os.environ)}
         return variables if gpu is None else {**variables, VISIBLE_DEVICES: gpu}
 
