@@ -216,8 +216,8 @@ def test_generate_reproduces_the_samples_of_a_lora_run(finished, tmp_path):
         assert wfm_command("generate")([*words, "--out", tmp_path / f"base_{seed}"]) == 0
         theirs, bases = drawn(tmp_path / f"lora_{seed}"), drawn(tmp_path / f"base_{seed}")
         assert len(theirs) == 4
-        for key, image in theirs.items():  # with AVX-512, oneDNN's last bits differ between two processes
-            assert np.count_nonzero(image != ours[key]) < 4
+        for key, image in theirs.items():
+            assert_equal_up_to_last_bits(image, ours[key])
             assert np.count_nonzero(image != bases[key]) > 50
 
 
@@ -235,7 +235,9 @@ def test_generate_reproduces_the_samples_of_a_full_run(tmp_path):
     exported = str(tmp_path / "run" / "safetensors" / f"step_{resolved.run.steps}")
     where = ["--pipeline", exported, "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
     assert wfm_command("generate")([*where, *arguments]) == 0
-    assert all(np.array_equal(drawn(tmp_path / "out")[key], image) for key, image in drawn(samples).items())
+    generated = drawn(tmp_path / "out")
+    for key, image in drawn(samples).items():
+        assert_equal_up_to_last_bits(generated[key], image)
 
 
 @pytest.mark.slow
@@ -258,6 +260,12 @@ def test_plain_diffusers_reproduces_the_samples_of_a_few_step_run(tmp_path):
         generator = torch.Generator("cpu").manual_seed(seed)
         pixels = names["pipe"](**call | {"prompt": prompt}, generator=generator).images[0]
         assert np.abs(255 * pixels - image).max() <= 1
+
+
+def assert_equal_up_to_last_bits(image, other):
+    """With AVX-512, the last bits of oneDNN's results differ between processes: some pixels are rounded differently."""
+    assert np.abs(image.astype(int) - other).max() <= 1
+    assert np.count_nonzero(image != other) < 4
 
 
 def drawn(folder):

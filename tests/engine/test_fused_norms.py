@@ -69,7 +69,7 @@ def require_equal_gradients(got, want, tolerance):
 @pytest.mark.parametrize("family", [*DEFAULT, *(pytest.param(f, marks=pytest.mark.slow) for f in (*SLOW, *OTHERS))])
 def test_results_are_the_bits_of_diffusers_and_gradients_differ_by_rounding(family, tiny_pipelines):
     subject = FamilyUnderTest(tiny_pipelines(family), CASES[family])
-    for dtype, tolerance in ((torch.float32, 1e-4), (BF16, 0.05)):
+    for dtype, tolerance in ((torch.float32, 1e-4), (BF16, 0.08)):  # depends on the CPU
         model = subject.load_model(dtype)
         denoiser, arguments = model.unwrapped_denoiser, subject.denoise_arguments(model)
         denoiser.requires_grad_(True)
