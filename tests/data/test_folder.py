@@ -8,11 +8,12 @@ import pytest
 
 from commands import wfm_command
 from each_case import check_each
-from folders import put, sft_recipe
+from folders import put, sft_recipe, write_tar
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
+from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
@@ -25,6 +26,13 @@ def settings(folder, **keys):
 
 def scan(folder, **keys):
     return load_folder(settings(folder, **keys), folder)
+
+
+def test_shards_in_a_folder_are_read_like_shards_of_their_own_kind(tmp_path):
+    write_tar(tmp_path / "shards" / "000.tar", [("a.png", b""), ("a.txt", b"a")])
+    of_kind = TarShards([str(tmp_path / "shards" / "*.tar")], cache_dir=None, max_bad_fraction=0)
+    assert scan(tmp_path / "shards").samples == of_kind.samples
+    assert [sample.id for sample in of_kind.samples] == ["shards/000/a"]
 
 
 def captions(found):

@@ -39,7 +39,7 @@ def saved(tmp_path, image, name="a.png", **options):
 
 
 @check_each(("height", "width"), [(8, 8), (7, 13), (13, 7)])
-def test_an_image_of_the_right_size_comes_back_exactly(tmp_path, height, width):
+def test_an_image_of_the_right_size_comes_back_exactly_whatever_its_name(tmp_path, height, width):
     pixels = noise(height, width)
     loaded = load_image(saved(tmp_path, Image.fromarray(pixels)), height, width)
     assert loaded.dtype == np.uint8

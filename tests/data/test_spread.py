@@ -106,6 +106,8 @@ def test_a_draw_follows_from_seed_and_step():
     assert draws[:4] != draws[4:]
     # A resumed run must draw the same prompts with other versions of numpy or of this code.
     assert draws[:4] == [[7, 5, 4], [0, 3, 1], [3, 1, 0], [4, 5, 0]]
+    alone = table_of([0.25] + [0.0] * 9).weights()  # expected draws of the first prompt: 10 / (1 + 9 * .14) = 4.42
+    assert {draw_prompts(alone, 10, seed=1, step=step).count(0) for step in range(50)} == {4, 5}
 
 
 def test_the_state_has_what_was_seen_bit_by_bit_and_is_small():

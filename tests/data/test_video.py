@@ -239,6 +239,12 @@ def ramp(height, width):
     return pixels
 
 
+def test_an_image_is_no_clip(tmp_path):
+    with pytest.raises(BadMedia, match="an image, but clips have 5 frames") as raised:
+        load_media(LocalFile(tmp_path / "a.png"), Framing(height=8, width=8, num_frames=5), draw_centre)
+    assert raised.value.reason == "too_short"
+
+
 def test_all_frames_are_scaled_and_cut_alike(tmp_path):
     path = write_clip(tmp_path / "a.mp4", size=(64, 128), pictures=[ramp(64, 128)] * 6, crf="1")
     draw = {"clip": 0.0, "crop_x": 0.8, "crop_y": 0.5}.__getitem__

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -22,8 +23,6 @@ from wfm_ds.types import Prompt
 
 def read_paired(folder, own_kind):
     """Return the samples of a captioned folder on this rank, and the number of captions that this rank read."""
-    from pathlib import Path
-
     from wfm_ds.data import captioned_folder
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.distributed.world import World
@@ -83,17 +82,13 @@ def test_all_ranks_get_the_error_of_the_reading_rank(two_ranks, tmp_path):
 def test_every_kind_of_media_is_received_unchanged():
     prompt = Prompt(id="a", text="a", negative_text="b", metadata={"c": [1]})
     member = TarMember("s3://x/1.tar", ("s3://x/1.tar", 3, "tag"), IndexEntry("a", "png", 512, 9, None))
-    views = ((CameraSpan("s3://x/1.mp4", 0.5),),)
-    local, row = LocalFile(os.fsdecode(b"/\xe9.png")), HfMedia(HfColumn(("a.arrow",), "image"), 3, ".png")
-    samples = [
-        Sample(id="a", media=local, rejected=row, files={"a.npy": member}, images={"source": member}, prompt=prompt),
-        *(
-            Sample(
-                id=f"b#{i}", media=EpisodeVideo("b", views, 16.0, i, 1), rows=EpisodeRows("b", 0, 2, 1), prompt=prompt
-            )
-            for i in range(2)
-        ),
-    ]
+    local, row = LocalFile(os.fsdecode(b"/\xe9.png")), HfMedia(HfColumn(("a.arrow", "b.arrow"), "image"), 3, ".png")
+    mask = dataclasses.replace(row, column=HfColumn(("a.arrow", "b.arrow"), "mask"))
+    media = {"media": local, "rejected": row, "files": {"a.npy": member}, "images": {"source": member, "mask": mask}}
+    samples = [Sample(id="a", prompt=prompt, texts=("a", "b"), embedding=Path("/a.safetensors"), **media)]
+    for i in range(2):
+        video = EpisodeVideo("b", ((CameraSpan(f"s3://x/{i}.mp4", 0.5),),), 16.0, i, 1)
+        samples.append(Sample(id=f"b#{i}", media=video, rows=EpisodeRows("b", 2 * i, 2, i), prompt=prompt))
     scaling = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0)
     actions = ActionData(width=2, scaling=scaling, library=np.float32([[[1, 2]]]), sets={"a": ActionData(width=3)})
     data = TrainingData(

@@ -41,6 +41,7 @@ def test_the_shipped_schema_is_current(capsys, tmp_path):
     assert text == format_schema(), "run: python -m wfm_ds.cli.recipe_docs docs/recipes.md"
     assert len(text) < MAX_BYTES
     assert set(build_schema()["properties"]) == {"defaults", *Recipe.model_fields}
+    assert build_schema()["$defs"]["RunRecipe"]["properties"]["seed"]["description"].startswith("Random seed.")
     assert main(["schema", str(tmp_path / "mine.json")]) == 0
     assert (tmp_path / "mine.json").read_text() == text
     capsys.readouterr()

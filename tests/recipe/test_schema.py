@@ -122,7 +122,11 @@ def async_fp8(**keys):
         ),
         (SFT, {"sampling": {**BASE["sampling"], "explore": EXPLORE}}, "does not read sampling.explore: remove it"),
         # A held-out reward must not be a training reward.
-        (RL, {"validation": {"held_out_rewards": ["color/two"]}}, "color/two is not held out, reward.functions trains"),
+        (
+            RL,
+            {"validation": {"held_out_rewards": ["color/two"]}},
+            "color/two is not held out: remove it from one of them",
+        ),
         (
             *(RL, {"reward": LOGGED, "validation": {"held_out_rewards": ["ocr"]}}),
             "ocr is also in reward.functions, with",

@@ -16,6 +16,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
 from wfm_ds.monitoring.media_files import encode_gif, save_mp4
 from wfm_reward.config import HttpConfig, read_service_token
@@ -90,6 +91,9 @@ def test_images_come_back_with_the_scores_of_each_reward(http):
             pass
         status, bright, _ = answer
         assert status == 200
+        if name != BRIGHTNESS:
+            wanted = loaded(name).score(media_batch(media))
+            assert bright["scores"][name] == [score.value for score in wanted]  # JSON keeps every bit
     assert bright["type"] == BRIGHTNESS
     assert bright["scores"]["brightness"] == pytest.approx(list(media.mean(axis=(1, 2, 3)) / 255))
     assert bright["scores"]["darkest"] == [float(m.min()) for m in media]

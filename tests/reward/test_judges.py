@@ -80,7 +80,7 @@ def test_no_anomaly_is_the_probability_of_no(server, top, value):
     assert score.parts["no_logprob"] == top["No"]
 
 
-def test_a_video_is_sent_as_a_file_with_its_speed(server):
+def test_a_video_is_sent_as_a_file_with_its_speed_and_neither_yes_nor_no_is_a_failure(server):
     server.answers = [likely(Maybe=-0.1, Perhaps=-2.0)]
     (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
     assert score.failure == "neither Yes nor No is among the likely tokens: Maybe, Perhaps"

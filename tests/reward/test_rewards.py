@@ -169,7 +169,7 @@ def test_larger_images_are_averaged_cell_by_cell(digits, height, width):
 
 
 @check_each("label", [None, "7", 7.0, 10, -1, True])
-def test_a_label_that_is_no_digit_is_a_failure(digits, label):
+def test_a_label_that_is_no_digit_and_a_small_image_are_failures(digits, label):
     metadata = [{} if label is None else {"label": label}]
     (one,) = score(digits, [flat(0, 8)], metadata=metadata)
     assert one.failure == f"the metadata `label` is {label!r}, not a digit from 0 to 9"

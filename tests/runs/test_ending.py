@@ -1,4 +1,4 @@
-"""Which result is recorded if the main thread and the heartbeat thread both end the run."""
+"""What result.json contains, and which result it has if the main thread and the heartbeat thread both end the run."""
 
 import contextlib
 import datetime

@@ -1,9 +1,10 @@
-"""An entry is complete or absent, even if several processes write it or a writer is killed."""
+"""An entry is complete or absent, even if several threads write it or a writer is killed."""
 
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import given
@@ -25,6 +26,13 @@ def tensors(seed=0):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_many_writers_of_one_entry_leave_one_complete_file(tmp_path):
+    store = TensorStore(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: store.write(KEY, tensors()), range(64)))
+    assert equal(store.read(KEY), tensors())
 
 
 def test_an_entry_is_read_only_under_its_key(tmp_path):
