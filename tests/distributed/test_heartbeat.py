@@ -239,7 +239,7 @@ def test_for_a_foreign_address_rank_0_listens_on_all_interfaces(caplog):
 
 def test_other_machines_reach_a_rank_0_that_listens_on_all_addresses():
     registry = RankRegistry(RankStates(2, **PATIENT), None)
-    beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print)
+    beating = Heartbeat(("127.0.1.1", registry.port), registry.token, 1, on_end=print)
     beating.stop()
     registry.stop()
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from faults.small_runs import ENDLESS, ROOT, end, prepare_recipe, result
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs
 from wfm_ds.distributed.accelerator import find_free_port
+from wfm_ds.distributed.heartbeat import EXIT_TIMEOUT_S, SILENCE_TIMEOUT_S
 
 WAIT_S = 300.0
 END_S = 120.0  # deadline from the death of one node to the end of the other
@@ -151,3 +153,14 @@ def test_a_hanging_rank_is_named_after_the_timeout_of_the_recipe(nodes, tmp_path
     assert 90 <= int(re.search(r"no progress for (\d+) s", fault)[1]) < 250
     assert fault.endswith("; the other ranks wait for it")
     assert "most recent call first" in both.printed()
+
+
+def test_a_stopped_rank_is_named(nodes, tmp_path):
+    both = nodes(*ENDLESS)
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    rank = both.of_node(1)[-1]
+    os.kill(rank.pid, signal.SIGSTOP)
+    assert both.processes[0].wait(SILENCE_TIMEOUT_S + EXIT_TIMEOUT_S + END_S) == 1, both.printed()
+    said = both.logs[0].read_text()
+    assert f"the run ends: rank 1 (process {rank.pid} on" in said
+    assert "gone: no sign of life for" in said

@@ -17,6 +17,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.assets.text_cache import format_prompts, prompt_text, require_viewpoints
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe.actions import VIEWPOINTS
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.latents import draw_cpu_normal
@@ -84,6 +85,15 @@ def test_a_batch_of_unequal_prompts_equals_single_stock_calls(model, stock, size
     conditions = {"guidance_scale": w, "uncond": uncond} if w > 1 else {}
     got = denoise_latents(model, noise, told(model, size), grid, solver="ode", **conditions)
     torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_image_to_video_equals_the_stock_pipelines(model, stock):
+    shape, pixels = model.latent_shape(*VIDEO), torch.randint(256, (1, 3, 9, 32, 48)) / 255  # stock rounds to 8 bits
+    grid, call = model.sigmas(4, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
+    want = stock(PROMPTS[0], grid, image=pixels[:, :, 0], generator=torch.Generator().manual_seed(1), **call)
+    conditioning = add_clean_frames(told(model, VIDEO, PROMPTS[:1]), model.encode_pixels(pixels), torch.tensor([1]))
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(denoise_latents(model, noise, conditioning, grid, solver="ode"), want, **EXACT)
 
 
 def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):

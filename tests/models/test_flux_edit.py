@@ -21,6 +21,8 @@ from families import (
     make_sampler,
     sample_latents,
 )
+from wfm_ds.contract.denoiser_checks import add_random_adapter
+from wfm_ds.contract.export_checks import export_model
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.types import SOURCES, Prompt
@@ -106,6 +108,26 @@ def test_tokens_of_sources_count_for_memory_but_not_for_the_shift(family, source
     assert model.num_tokens(shape) == load(family).num_tokens(shape) + len(names) * size[0] * size[1] // 16
     assert torch.equal(model.sigmas(8, shape), load(family).sigmas(8, shape))
     sample_images(model, rows, 1.0)
+
+
+@check_each(("family", "lora"), [("flux2", False), ("flux_kontext", True)])
+def test_diffusers_edits_with_an_export_as_the_trained_model_does(family, lora, tiny_pipelines, tmp_path):
+    folder, rows = tiny_pipelines(family), draw_sources(1)
+    model = load_tiny(folder, family, inputs=["source"])
+    before = sample_images(model, rows, 2.0)
+    if lora:
+        add_random_adapter(model, b_std=0.3)
+    else:
+        with torch.no_grad():
+            for weight in model.denoiser.parameters():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    out = export_model(tmp_path / f"{family}_{lora}", model, lora=lora)
+    pipeline = load_reference_pipeline(folder if lora else out, CASES[family])
+    if lora:
+        pipeline.load_lora_weights(out, weight_name="model.safetensors")
+    trained = sample_images(model, rows, 2.0)
+    torch.testing.assert_close(reference_images(pipeline, model, rows, 2.0), trained, **EXACT)
+    assert (trained - before).abs().max() > 1e-2
 
 
 def test_klein_shrinks_large_sources_like_diffusers(load):

@@ -149,7 +149,7 @@ def test_the_processor_loads_without_torchvision_from_the_files_of_released_pipe
     assert "processor" in tiny.text_folders()  # its files are part of the key of the text cache
 
 
-def test_bad_inputs_raise_one_sentence(tiny_pipelines, tmp_path):
+def test_missing_images_and_a_damaged_processor_raise_one_sentence(tiny_pipelines, tmp_path):
     model = load_tiny(tiny_pipelines(EDIT), EDIT, inputs=["source"])
     with pytest.raises(ValueError, match="encodes each prompt together with its source images"):
         model.encode_text(["a red circle"])

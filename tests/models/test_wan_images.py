@@ -110,6 +110,8 @@ def test_nothing_is_denoised_without_an_image(load):
     latents = draw_cpu_normal([1], model.latent_shape(*SIZE))
     with pytest.raises(ValueError, match=r"conditioning lacks .*image_channels.*image_embeds"):
         model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1]))
+    with pytest.raises(ValueError, match="2 of 2 samples have no first frame"):
+        load("wan22_i2v").encode_inputs([{}, {}], FRAMES, (HEIGHT, WIDTH))
 
 
 # Variants

@@ -2,6 +2,7 @@
 
 import pytest
 
+from multi_rank import resuming
 from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
@@ -60,5 +61,6 @@ def test_a_resumed_run_of_two_experts_equals_an_uninterrupted_run(train, kind):
     whole = train("whole", "wan22_sft_lora", *changes, ranks=2)
     train("parts", "wan22_sft_lora", *changes, ranks=2, stop_at=2)
     parts = train("parts", "wan22_sft_lora", *changes, ranks=2)
+    assert resuming.records(parts) == resuming.records(whole)  # with the counts of forward passes
     assert_bitwise_equal(parts, whole)
     assert {name.split()[0].split("/")[-1 if kind == "lora" else 0] for name in exported(parts)} == set(PARTS[kind])

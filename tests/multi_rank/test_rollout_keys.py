@@ -2,7 +2,7 @@
 
 import pytest
 
-from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs
+from multi_rank.same_runs import assert_bitwise_equal, assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +32,7 @@ def test_replayed_rollouts_equal_plain_rollouts_bit_for_bit(name, overrides, tra
     """The weights change between the steps. Graphs recorded in the first step must use the new weights."""
     plain, replayed = train("plain", name, *overrides), train("replayed", name, *overrides, GRAPH)
     assert_bitwise_equal(replayed, plain)
+    assert exported(replayed).keys() == exported(plain).keys()
 
 
 def test_merged_and_joint_rollouts_equal_plain_rollouts_up_to_rounding(train):

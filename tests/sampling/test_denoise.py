@@ -127,6 +127,7 @@ def test_the_model_is_called_once_per_step_without_reading_values_and_without_a_
 
     def predict(latents, sigma):
         asked.append(sigma)
+        assert latents.dtype == torch.float32
         return weight * wavy(latents, sigma)
 
     trajectory = plan.denoise(predict, noise, [1, 2])

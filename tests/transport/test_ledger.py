@@ -118,6 +118,14 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     assert leased(ledger) == [("w9", "good", 1)]
 
 
+def test_tasks_that_were_never_sent_wait_again_without_an_attempt():
+    ledger = holding("a", "b", "c")
+    ledger.requeue_unsent("w0", ["a", "unknown"])
+    assert ledger.remove_lost_worker("w0", "killed") == ["b", "c"]
+    up(ledger, "w1", credit=3)
+    assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
+
+
 def test_a_second_attempt_prefers_another_worker():
     ledger = a_ledger()
     up(ledger, "w0")
