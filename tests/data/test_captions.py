@@ -76,7 +76,7 @@ def test_existing_captions_are_kept_without_overwrite(folder, capsys):
     assert {text for text, _ in prompts(folder).values()} == {"theirs"}
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "complaint"),
     [
         ("file,prompt\na.mp4,x\n", "1 files have no row in the table for .*sub/b.v2.PNG"),

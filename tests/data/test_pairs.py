@@ -58,7 +58,7 @@ def test_ids_do_not_depend_on_the_order_of_lines(folder):
     assert ids == sorted(ids)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("line", "reason"),
     [
         ("{", "no_prompt"),

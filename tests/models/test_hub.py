@@ -198,7 +198,7 @@ def test_private_and_gated_repositories_are_refused(site):
     assert "cannot be downloaded from the Hub" in refusal()
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "files", "message"),
     [
         (

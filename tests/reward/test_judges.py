@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each_case import check_each
 from reward_http import chat_reply as said
 from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
@@ -45,7 +46,7 @@ def test_the_final_score_is_divided_by_five_and_the_image_is_lossless(server, mo
     assert (np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) == PICTURES[0]).all()
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("answer", "says"),
     [
         (said("It is fine."), "the reply has no final score: 'It is fine.'"),
