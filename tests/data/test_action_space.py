@@ -21,7 +21,7 @@ from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile, Sample, pack_prompt, unpack_prompt
 from wfm_ds.data.trajectories import compose_actions
 from wfm_ds.errors import DataError
-from wfm_ds.recipe.actions import EMBODIMENTS, ActionsRecipe
+from wfm_ds.recipe.actions import EMBODIMENTS, ActionsRecipe, is_rotation
 from wfm_ds.types import Prompt
 
 RECORDED = {
@@ -152,6 +152,14 @@ def test_agibot_motions_compose():
     ].tolist() == [[1, 1], [0.5, 0], [0, 0], [0.75, 1]]
     with pytest.raises(ValueError, match=r"effector.position has -0.5, expected 0 to 125"):
         agibot(rows | {gripper: np.full((5, 2), -0.5, np.float32)}, range(5))
+
+
+def test_a_turn_may_be_rounded_to_three_digits():
+    x, y = np.ones(3) / math.sqrt(3), np.array([1, -1, 0]) / math.sqrt(2)
+    rows = np.round([x, y, np.cross(x, y)], 3)
+    assert is_rotation(rows)
+    for wrong in (rows * 1.002, rows * [[1], [1], [-1]], rows[[0, 0, 2]]):
+        assert not is_rotation(wrong)
 
 
 def test_libero_turns_stored_motions_into_nine_numbers():

@@ -13,7 +13,7 @@ from wfm_ds.recipe.section import Section, UserPath, value_form
 from wfm_ds.recipe.tree import shorten_text
 
 ROTATION_WIDTHS = {"euler_xyz": 3, "axis_angle": 3, "quat_xyzw": 4, "quat_wxyz": 4, "rot6d": 6}
-TURN_TOLERANCE = 1e-3  # of the products of rows
+TURN_TOLERANCE = 1e-3
 
 Columns = Annotated[str, Field(pattern=r"^[0-9]{1,4}:[0-9]{1,4}$")]
 """Columns of a feature like a Python slice: `0:6` for the first six numbers."""
@@ -99,9 +99,9 @@ def parse_columns(columns: str) -> slice:
 
 def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
     """Return whether the rows form a rotation matrix, up to rounding."""
-    matrix = np.array(rows, float)
-    is_orthonormal = np.allclose(matrix @ matrix.T, np.eye(3), rtol=0, atol=TURN_TOLERANCE)
-    return is_orthonormal and bool(np.linalg.det(matrix) > 0)
+    x, y, z = np.array(rows, float)
+    errors = [np.linalg.norm(x) - 1, np.linalg.norm(y) - 1, x @ y, np.linalg.norm(np.cross(x, y) - z)]
+    return bool(np.abs(errors).max() < TURN_TOLERANCE)
 
 
 class PoseRecipe(Section):
