@@ -25,6 +25,14 @@ from wfm_ds.ulysses.exchange import local_shard, shard_sizes, sum_over_ranks
 EPS = 1e-15  # as in diffusers' processors
 
 
+def project_inputs(attn: Any, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values [batch, tokens, heads, channels per head], with the norms of the attention."""
+    query, key, value = (layer(tokens) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    query = query if attn.norm_q is None else attn.norm_q(query)
+    key = key if attn.norm_k is None else attn.norm_k(key)
+    return tuple(x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+
+
 class SanaLinearAttention:
     """Replacement for SanaLinearAttnProcessor2_0.
 
@@ -43,10 +51,7 @@ class SanaLinearAttention:
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention of the local tokens [batch, local tokens, channels] to all tokens."""
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        query = query if attn.norm_q is None else attn.norm_q(query)
-        key = key if attn.norm_k is None else attn.norm_k(key)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (query, key, value))
+        query, key, value = (x.transpose(1, 2).float() for x in project_inputs(attn, hidden_states))  # [B,H,n,D]
         padded_value = functional.pad(value, (0, 1), value=1.0)  # [B,H,n,D+1]: the last column sums to z
         state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ padded_value, self.group)  # [B,H,D,D+1]
         numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
@@ -97,10 +102,7 @@ class SanaVideoLinearAttention:
 
         rotary_emb: rotary tables (cosines, sines) of the local tokens, [1, local tokens, 1, channels per head] each.
         """
-        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        query = query if attn.norm_q is None else attn.norm_q(query)
-        key = key if attn.norm_k is None else attn.norm_k(key)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B,n,H,D]
+        query, key, value = project_inputs(attn, hidden_states)
         query, key = functional.relu(query), functional.relu(key)
         tables = [table[0, :, 0] for table in rotary_emb]
         rotated_query, rotated_key = (
