@@ -296,12 +296,12 @@ def is_command_run(name, texts):
 
 def test_every_module_is_imported_or_started_by_a_test():
     """Every module is imported or started by a test, directly or through other modules."""
-    texts = "\n".join(test.read_text() for test in (ROOT / "tests").rglob("*.py"))
+    tests = list((ROOT / "tests").rglob("*.py"))
+    texts = "\n".join(test.read_text() for test in tests)
     reached = {module for name, (module, _) in COMMANDS.items() if is_command_run(name, texts)}
-    for test in (ROOT / "tests").rglob("*.py"):
-        reached |= {name for name in imports(test) if name in SOURCES}
-        named = set(re.findall(r"\bwfm_\w+(?:\.\w+)*", test.read_text())) & SOURCES.keys()
-        reached |= named | {f"{name}.__main__" for name in named}
+    reached |= {name for test in tests for name in imports(test) if name in SOURCES}
+    named = set(re.findall(r"\bwfm_\w+(?:\.\w+)*", texts)) & SOURCES.keys()
+    reached |= named | {f"{name}.__main__" for name in named}
     todo = list(reached)
     while todo:
         module = todo.pop()

@@ -13,6 +13,7 @@ from typing import Any
 from wfm_ds.cli import quickstart
 from wfm_ds.demos.base import load_evaluations
 from wfm_ds.demos.digits import REWARD
+from wfm_ds.distributed.logs import quiet_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="wfm-quickstart-") as temporary:
         folder = Path(temporary)
         (folder / quickstart.MARKER_FILE).touch()
+        quiet_libraries()
         quickstart.prepare_folder(demo, folder)
         began = time.monotonic()
         sft = quickstart.run_sft(demo, folder, folder / "sft", 0, *overrides)

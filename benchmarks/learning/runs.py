@@ -17,6 +17,7 @@ from benchmarks.learning.variants import Variant
 from wfm_ds.cli.quickstart import prepare_folder, run_sft
 from wfm_ds.demos.base import Demo
 from wfm_ds.demos.digits import DigitsDemo
+from wfm_ds.distributed.logs import quiet_libraries
 from wfm_ds.errors import UserError
 
 REVISION = "REVISION"
@@ -39,6 +40,7 @@ def train_starts(out: Path, seeds: Sequence[int], world: Demo | None = None) -> 
     """Prepare a demo (default: digits), and train its model with SFT for each seed, unless it is finished."""
     world = world or DigitsDemo()
     if not (out / "data").exists():
+        quiet_libraries()
         prepare_folder(world, out)
     for seed in seeds:
         if not is_finished(out / f"sft_{seed}"):
